@@ -82,7 +82,6 @@ class Fault(NamedTuple):
 
 
 def changed(node, **fields):
-    """A copy of a node with other fields."""
     other = copy.copy(node)
     for name, value in fields.items():
         setattr(other, name, value)
@@ -149,7 +148,6 @@ def wrong_calls(node, modules):
 
 
 def is_negation(test):
-    """Whether a rule for expressions already makes the opposite of this condition."""
     if isinstance(test, ast.Compare):
         return len(test.ops) == 1 and isinstance(test.ops[0], NEGATIONS)
     return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)

@@ -49,7 +49,6 @@ def best_of(out):
 
 @pytest.fixture(scope="module")
 def whole(files, tmp_path_factory):
-    """A run of 6 steps -> its out folder."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUDGE", VALUES)

@@ -58,7 +58,6 @@ def endless(**more):
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """A folder with what a run saves: ppo_actor_32.pth of a tiny Llama with a chat template."""
     folder = tmp_path_factory.mktemp("out")
     saved(talker(TOKENIZER), folder)
     return folder
@@ -74,7 +73,6 @@ def arguments(**flags):
 
 
 def trainers_answer(path, messages, max_gen_len=12):
-    """The greedy answer of the trainer's own sampler."""
     model, tokenizer = load_policy(path), load_tokenizer(path.with_suffix(""))
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -52,7 +52,6 @@ def sequence_logprobs(model, prompt, sequences, longest):
 
 
 def all_responses(vocabulary, longest):
-    """Every possible response: ended by token 0, or ``longest`` tokens without it."""
     done, open_ = [], [()]
     for _ in range(longest):
         grown = [(*s, token) for s in open_ for token in range(vocabulary)]

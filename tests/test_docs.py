@@ -122,7 +122,6 @@ def test_findings_are_on_their_page_and_name_only_what_there_is():
 
 
 def test_the_recipes_have_the_memory_and_rates_of_the_script(benchmark):
-    """benchmarks/recipes.py reads the commands of the page; the table of the page must be its table."""
     recipes = benchmark("recipes")
     rows = [recipes.row_of(section) for section in recipes.RECIPES]
     assert recipes.table(rows) in page("recipes")

@@ -100,7 +100,6 @@ def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The demo's policy, exported to the folder ``exported``."""
     folder = tmp_path_factory.mktemp("demo")
     save_policy(load_policy(DEMO), load_tokenizer(DEMO), folder / "ppo_actor_128.pth")
     run(folder / "ppo_actor_128.pth", folder / "exported")
@@ -229,7 +228,6 @@ def test_what_a_type_cannot_hold_is_not_written(direction, tmp_path):
 
 
 def test_the_real_command_line(demo, tmp_path, capsys):
-    """Success is one line, bad input one line and exit code 2."""
     run(demo, tmp_path / "new")
     assert capsys.readouterr().out.count("\n") == 1
     bad = start_script([PYTHON, str(ROOT / "export.py"), str(demo), str(tmp_path / "new")], {})

@@ -153,7 +153,6 @@ def with_values(data, changes):
 
 
 def with_keys(data, change):
-    """A JSON object with other values of some keys."""
     return json.dumps(json.loads(data) | change).encode()
 
 
@@ -603,7 +602,6 @@ def test_reward_files(lines, folder):
 
 @pytest.fixture(scope="module")
 def trained(run_files, tmp_path_factory):
-    """A finished run with two checkpoints -> its folder, its flags."""
     out = tmp_path_factory.mktemp("trained")
     argv = flags(**run_files, **TINY_RUN, max_steps=2, save_interval=1, run_name="r", out_dir=out)
     train_ppo.main(argv)

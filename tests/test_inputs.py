@@ -11,7 +11,6 @@ from trainer.inputs import DEMO, choose_rates, count_steps
 
 
 def completed(*argv, **values):
-    """The flags of this command line."""
     return train_ppo.parse_args([*argv, *(f"--{name}={value}" for name, value in values.items())])
 
 

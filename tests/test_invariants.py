@@ -36,7 +36,6 @@ def filled_rollout(run, prompts, step=0):
 
 
 def gradients(run, minibatch):
-    """A minibatch -> (gradients of the actor and the critic, metrics of both)."""
     forget_gradients(run)
     sums, tokens = Metrics(), minibatch.response_len.sum().item()
     for name in run.learners:

@@ -78,14 +78,12 @@ def standing(*argv, **more):
 
 
 def on_meta(config, reward_dtype=BF16):
-    """A policy and a reward model of this shape, without memory."""
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return policy, AutoModelForSequenceClassification.from_config(config, dtype=reward_dtype)
 
 
 def exact_llama():
-    """One whose numbers bf16 can hold."""
     model = tiny_llama(10)
     for p in model.parameters():
         p.data = p.data.to(BF16).float()

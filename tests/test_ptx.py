@@ -30,7 +30,6 @@ def ptx_path(tmp_path_factory):
 
 
 def nll(model, items):
-    """Minus the mean log-prob of the learned tokens, in plain torch, one record at a time"""
     found = []
     for ids, mask in items:
         log_p = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)

@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 
 
 def rollout_of(seed, count=8):
-    """Responses of a random model, with the fields that a kept rollout has."""
     prompts = [[1 + (seed + i + n) % 8 for n in range(1 + i % 3)] for i in range(count)]
     rollout = sample(tiny_llama(10), prompts, noise_keys(seed, 0, range(count)), [0], 3 + seed, 1.0)
     rollout.ref_logprobs = torch.randn(rollout.sampler_logprobs.shape)

@@ -23,7 +23,7 @@ from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.saving import save_policy
-from trainer import supervised, train_ppo, train_reward, train_sft
+from trainer import train_ppo, train_reward, train_sft
 from trainer.compute import precision
 from trainer.compute.batching import pad_right
 from trainer.inputs import load_inputs
@@ -193,7 +193,6 @@ def test_a_mixture_of_experts_is_balanced_and_named(files, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(files, tmp_path_factory):
-    """Both stages, run to their end -> {"sft": out_dir, "reward": out_dir}"""
     outs = {}
     for kind, script in SCRIPTS.items():
         outs[kind] = tmp_path_factory.mktemp(kind)
@@ -287,51 +286,25 @@ def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
     assert offsets[0] != 0 == offsets[1]
 
 
-def same_supervised_run(one, other):
-    for name in ("model", "optimizer"):
-        left, right = (tiny.load_weights(folder, 6, name) for folder in (one, other))
-        assert left.keys() == right.keys()
-        assert all(left[key].equal(right[key]) for key in left)
-    left, right = (tiny.without_time(tiny.read_jsonl(folder / "metrics.jsonl")) for folder in (one, other))
-    assert left == right
-
-
-class Killed(BaseException):
-    """Ends a run without a word."""
-
-
-@pytest.fixture(scope="module")
-def killed(files, tmp_path_factory):
-    """Both runs, saved after steps 2 and 4 and ended in step 6 -> {"sft": out_dir, "reward": out_dir}"""
-    learn = supervised.learn
-    outs = {kind: tmp_path_factory.mktemp("killed") for kind in SCRIPTS}
-
-    def until(run, step, items):
-        if step == 5:
-            raise Killed
-        return learn(run, step, items)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for kind, script in SCRIPTS.items():
-            patch.setattr(script, "learn", until)
-            with pytest.raises(Killed):
-                script.main(argv_of(files, kind, outs[kind]))
-    return outs
+def stopped(whole, kind, out_dir):
+    """The run after step 4, with lines of the steps that were not saved -> its folder"""
+    run = shutil.copytree(whole[kind] / "r", out_dir / "r")
+    shutil.rmtree(run / "checkpoints" / "step_6")
+    return run
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
-def test_resumed_after_a_kill_equals_never_stopped_bit_for_bit(files, whole, killed, tmp_path, kind):
-    run = shutil.copytree(killed[kind] / "r", tmp_path / "r")
-    assert [m["step"] for m in tiny.read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
+def test_resumed_it_equals_never_stopped_bit_for_bit(files, whole, tmp_path, kind):
+    run = stopped(whole, kind, tmp_path)
     SCRIPTS[kind].main([*argv_of(files, kind, tmp_path), "--resume", "auto"])
-    same_supervised_run(whole[kind] / "r", run)
+    tiny.same_run(whole[kind] / "r", run, 6, but="nothing")
     result = {"sft": "full_sft_32", "reward": "reward_32"}[kind]
     for file in (whole[kind] / result).iterdir():
         assert file.read_bytes() == (tmp_path / result / file.name).read_bytes(), file.name
 
 
-def test_a_damaged_checkpoint_and_other_flags(files, whole, killed, tmp_path, capsys):
-    run = shutil.copytree(killed["sft"] / "r", tmp_path / "r")
+def test_a_damaged_checkpoint_and_other_flags(files, whole, tmp_path, capsys):
+    run = stopped(whole, "sft", tmp_path)
     argv = argv_of(files, "sft", tmp_path)
     with pytest.raises(InputError, match=r"--weight_decay was 0\.1 and is now 0\.2"):
         train_sft.main([*argv, "--weight_decay", "0.2", "--resume", "auto"])
@@ -346,7 +319,7 @@ def test_a_damaged_checkpoint_and_other_flags(files, whole, killed, tmp_path, ca
     weights.write_bytes(data)
     train_sft.main([*argv, "--resume", "auto"])
     assert "step_4 is damaged (model.safetensors is damaged)" in capsys.readouterr().out
-    same_supervised_run(whole["sft"] / "r", run)
+    tiny.same_run(whole["sft"] / "r", run, 6, but="nothing")
 
 
 BOTH = """import json, os, sys
@@ -420,7 +393,7 @@ def test_in_fp16_the_scale_is_kept_and_the_losses_are_those_of_fp32(files, whole
     losses = [m["train/loss"] for m in lines]
     assert losses == pytest.approx(exact, rel=5e-3) and losses != exact
     train_sft.main([*argv, "--resume", str(tmp_path / "r" / "checkpoints" / "step_2")])
-    same_supervised_run(before, tmp_path / "r")
+    tiny.same_run(before, tmp_path / "r", 6, but="nothing")
     again = tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]
     assert [m["perf/loss_scale"] for m in again] == [m["perf/loss_scale"] for m in lines]
 

@@ -40,17 +40,10 @@ CLOSED, OPENED = "assistant <think>\n\n</think>\n\n", "assistant <think>\n"
 
 
 def tokenizer_of(name, **kwargs):
-    """A tokenizer with one of the templates and these arguments of it."""
     tokenizer = tiny.word_tokenizer([*tiny.WORDS, "user", "assistant", "<think>", "</think>"])
     tokenizer.chat_template = TEMPLATES.get(name)
     set_template_kwargs(tokenizer, json.dumps(kwargs))
     return tokenizer
-
-
-def files_of(folder, name):
-    files = tiny.run_files(folder)
-    policy = tiny.save_policy_dir(folder / "thinker", tokenizer_of(name), layers=2, spread=2.0)
-    return {"model": policy, "reward_fn": files["reward_fn"], "data_path": files["data_path"]}
 
 
 RENDERED = [  # template, its arguments, the end of the prompt
@@ -115,7 +108,16 @@ WRONG = [  # template, flags, what is said
 
 @pytest.fixture(scope="module")
 def thinkers(tmp_path_factory):
-    return {name: files_of(tmp_path_factory.mktemp("thinker"), name) for name in (*TEMPLATES, None)}
+    """{template: the files of a run}"""
+    folder = tmp_path_factory.mktemp("thinkers")
+    files = tiny.run_files(folder)
+    del files["reward_model"], files["missing_eos_penalty"]
+    found = {}
+    for name in (*TEMPLATES, None):
+        tokenizer = tokenizer_of(name)
+        policy = tiny.save_policy_dir(folder / str(name), tokenizer, layers=2, spread=2.0)
+        found[name] = files | {"model": policy}
+    return found
 
 
 @pytest.mark.parametrize(("name", "flags_", "message"), WRONG)
@@ -193,11 +195,6 @@ def test_repetition_is_that_of_the_answer_and_length_that_of_the_whole():
     assert parts["length_reward"].tolist() == [0.5, 0.5, -0.5]
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    return shutil.copytree(tiny.ROOT / "model/demo/policy", tmp_path_factory.mktemp("mine") / "policy")
-
-
 def chosen(path, records, policy=None, name="Qwen3", given=None, **kwargs):
     """-> (--reasoning, the lines that say why). policy: None for random weights, or a folder."""
     data = tiny.write_jsonl(path / "data.jsonl", records)
@@ -214,7 +211,8 @@ def chosen(path, records, policy=None, name="Qwen3", given=None, **kwargs):
     return args.reasoning, said
 
 
-def test_the_demo_is_recognised_wherever_it_is(demo, tmp_path):
+def test_the_demo_is_recognised_wherever_it_is(tmp_path):
+    demo = shutil.copytree(tiny.ROOT / "model/demo/policy", tmp_path / "policy")
     records = tiny.read_jsonl(tiny.ROOT / "dataset/demo/ppo.jsonl")[:40]
     on, said = chosen(tmp_path, records, demo)
     assert on == 1

@@ -24,6 +24,7 @@ from trainer.compute import scoring
 from trainer.generation.sampling import noise_keys, uniform
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
+from trainer.step_metrics import batch_metrics, repetition
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -147,7 +148,6 @@ class Plain:
         return chosen, -(log_p.exp() * log_p).sum(-1), balance_losses(output, mask, model.config)
 
     def values(self, rows):
-        """-> (values of the states before the response tokens, balance loss of each sequence)"""
         tokens, mask, mine = self.inputs(rows)
         output = self.critic.backbone(tokens, attention_mask=mask, **asked_of(self.critic.backbone))
         head = self.critic.value_head
@@ -201,19 +201,16 @@ class Plain:
         numbers["rollout/finished"] = ended
         lengths = [len(ids) for ids in responses]
         numbers |= {**over, "reward/score": scores.tolist(), "rollout/length": lengths}
-        numbers["rollout/repetition"] = [repeated_trigrams(ids) for ids in responses]
+        numbers["rollout/repetition"] = [repetition(ids) for ids in responses]
         means = {name: sum(x) / len(x) for name, x in numbers.items()}
-        means["reward/score_std"] = scores.std(correction=0).item()
+        means |= batch_metrics(responses, scores, ALONE)  # by hand in test_step_metrics.py, as repetition is
         if (count := self.args.num_generations) > 1:
             groups = [{*scores.tolist()[i : i + count]} for i in range(0, len(scores), count)]
             means["rollout/equal_groups"] = sum(len(group) == 1 for group in groups) / len(groups)
-        means["rollout/distinct"] = len({tuple(ids) for ids in responses}) / len(responses)
-        means["rollout/score_length_corr"] = np.corrcoef(scores, lengths)[0, 1]
         return means
 
     @torch.no_grad()
     def gap_of_samples(self):
-        """How far the sampler's log-probs of the new batch are from the old actor's"""
         logprobs = self.policy(self.old_actor, list(range(self.first_new, len(self.prompt_len))))[0]
         return (logprobs - self.sampled_logprobs[self.new]).abs().max()
 
@@ -480,11 +477,6 @@ def same_weights(untouched, model):
     return mine.requires_grad_(True)
 
 
-def repeated_trigrams(ids):
-    trigrams = [tuple(ids[t : t + 3]) for t in range(len(ids) - 2)]
-    return sum(x in trigrams[:t] for t, x in enumerate(trigrams)) / max(len(trigrams), 1)
-
-
 def asked_of(model):
     return {"output_router_logits": True} if "use_moe" in vars(model.config) else {}
 
@@ -527,7 +519,6 @@ def files(tmp_path_factory):
 
 
 def disturb(model, seed, size):
-    """Add noise to every weight, and to the few weights of a value head more."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
