@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from trainer import ppo
-from trainer.compute.batching import Layout
 from trainer.compute.rollout_data import length_mask
-from trainer.compute.scoring import load_balance_loss
 from trainer.runs.base import Learner
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
@@ -81,16 +79,8 @@ def test_gae_by_hand_and_with_lambda_one_return_minus_value():
     advantages, returns = ppo.gae(rewards, values, MASK, gamma=0.5, lam=0.5)
     assert advantages.tolist() == [[0.625, -1.5, -6.0], [2.0, 0.0, 0.0]]
     assert returns.tolist() == [[2.625, 2.5, 2.0], [3.0, 0.0, 0.0]]
-    one = torch.ones(1, 1)
-    advantages, returns = ppo.gae(2 * one, 0.5 * one, one.bool(), 0.9, 0.9)
-    assert (advantages.item(), returns.item()) == (1.5, 2.0)
-    torch.manual_seed(0)
-    rewards, values = torch.randn(4, 7), torch.randn(4, 7)
-    mask = length_mask(torch.tensor([7, 5, 1, 3]), 7)
-    rewards = torch.where(mask, rewards, 0.0)
-    _, returns = ppo.gae(rewards, values, mask, gamma=1.0, lam=1.0)
-    to_go = rewards.flip(1).cumsum(1).flip(1)
-    assert torch.allclose(returns, torch.where(mask, to_go, 0.0), atol=1e-5)
+    _, returns = ppo.gae(rewards, values, MASK, gamma=1.0, lam=1.0)
+    assert returns.tolist() == [[3, 2, 2], [3, 0, 0]]  # the rewards to go
 
 
 REWARDS = torch.tensor([[1.0, 0.0, 2.0], [5.0, 9.0, math.nan], [1.0, 1.0, 1.0], [0.0, 0.0, 7.0]])
@@ -314,19 +304,6 @@ def test_what_a_critic_explains_by_hand():
     assert [explained(x) for x in values] == pytest.approx([-3, 0.75, 1, -3])
     equal = torch.full((2, 2), 0.3)  # there is nothing to explain
     assert math.isnan(ppo.explained_variance(equal, equal + 0.01, mask, alone))
-
-
-def test_load_balance_loss_by_hand():
-    """Two experts, top 1, two tokens. Gates (.75, .25) and (.25, .75):
-    f = (1/2, 1/2), P = (1/2, 1/2), 2 * 1/2 = 1. One token (.75, .25): f = (1, 0), P0 = .75: 1.5."""
-    near, far = math.log(3.0), 0.0
-    balanced = torch.tensor([[near, far], [far, near]])
-    skewed = torch.tensor([[near, far]])
-    assert load_balance_loss((balanced,), Layout([2]), 1).item() == pytest.approx(1.0)
-    assert load_balance_loss((skewed,), Layout([1]), 1).item() == pytest.approx(1.5)
-    both = torch.cat([balanced, skewed])  # two sequences: the sum, and one layer twice: twice the sum
-    assert load_balance_loss((both, both), Layout([2, 1]), 1).item() == pytest.approx(5.0)
-    assert load_balance_loss((), Layout([3, 1]), 1) == 0  # a dense model
 
 
 def test_learning_rates_by_hand():
