@@ -265,7 +265,10 @@ class PreferenceDataset(RecordDataset[Judged]):
         record = named(record, self.keys)
         sides, given = to_pair(record) if self.pairs else to_rated(record)
         whole = [(add_system(prompt, self.system_prompt), response) for prompt, response in sides]
-        return *conversation_ids(self.tokenizer, whole), given
+        found = conversation_ids(self.tokenizer, whole)
+        if not all(found):
+            raise InputError("prompt and answer have no tokens; fill them in or delete the line")
+        return *found, given
 
 
 # ---------------------------------------------------------------- logged answers (offline PPO)

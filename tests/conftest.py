@@ -1,6 +1,7 @@
 """pytest set-up: one thread per test (the models are too small for two), and the slowest files first."""
 
 import gc
+import importlib
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start: sums depend on threads
@@ -50,3 +51,17 @@ def objects_of_earlier_tests(request):
         if not getattr(request.module, "UNFREEZES", False):
             patch.setattr(gc, "unfreeze", lambda: None)
         yield
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    from tiny import run_files
+
+    return run_files(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture
+def benchmark(monkeypatch, pytestconfig):
+    """A function: the name of a file in benchmarks/ -> the module."""
+    monkeypatch.syspath_prepend(str(pytestconfig.rootpath / "benchmarks"))
+    return importlib.import_module

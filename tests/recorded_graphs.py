@@ -36,7 +36,10 @@ class Waits(TorchDispatchMode):
             with self:  # in inference mode, operations come as they were called
                 return func.decompose(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        if name in WAITS or self._picks_by_mask(name, args) or self._repeats(func, kwargs):
+        picks = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
+        by_mask = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in picks)
+        repeats = func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+        if name in WAITS or by_mask or repeats:  # a mask: it is looked up where it is True
             self.found.append(name)
             if self.refuse:
                 raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
@@ -44,17 +47,6 @@ class Waits(TorchDispatchMode):
 
     def compute(self, func, args, kwargs):
         return func(*args, **kwargs)
-
-    @staticmethod
-    def _picks_by_mask(name, args):
-        """x[mask] and x[mask] = tensor look up where the mask is True."""
-        if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
-            return False
-        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-
-    @staticmethod
-    def _repeats(func, kwargs):
-        return func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
 
 
 class Recording(Waits):

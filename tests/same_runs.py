@@ -21,7 +21,6 @@ def sizes(responses):
 
 
 def built(files, **values):
-    """Flags -> a run as main builds it, in one process."""
     args = train_ppo.parse_args(flags(**{**files, **values}))
     return PpoRun(args, ALONE)
 

@@ -1,23 +1,19 @@
-"""The benchmarks still run: with tiny models, and with parts that fail or take too long."""
+"""The benchmarks run with tiny models, and with parts that fail or take too long; pages have their tables."""
 
-import importlib.util
 import io
 import json
+import math
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import ROOT
+from tiny import ROOT, word_tokenizer
+
+from trainer.rewards.combine import Reward
 
 TINY = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 TINY |= {"intermediate_size": 64}
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
 
 
 def test_whole_steps_are_measured_where_trl_is_not_installed(benchmark, monkeypatch):
@@ -125,8 +121,8 @@ def test_the_parts_for_a_gpu_end_in_time_and_keep_what_they_had(benchmark, monke
     assert gpu.run_part("tests", 60, log) == "needs pytest"
 
 
-def test_a_case_that_fails_leaves_the_others(monkeypatch, tmp_path, capsys):
-    main = benchmarks_main(monkeypatch)
+def test_a_case_that_fails_leaves_the_others(benchmark, monkeypatch, capsys):
+    main = benchmark("benchmarks.__main__")
     cases = [lambda: {"x": 1}, lambda: 1 / 0, lambda: [{"x": 2}]]
     module = SimpleNamespace(cases=lambda device: cases, rows=lambda results: results)
     monkeypatch.setitem(sys.modules, "generation", module)
@@ -136,15 +132,6 @@ def test_a_case_that_fails_leaves_the_others(monkeypatch, tmp_path, capsys):
         main.main(["--device", "cpu", "generation"])
     assert written == [1, 2, 3]
     assert "| x |\n|---|\n| 1 |\n| 2 |" in capsys.readouterr().out
-
-
-def benchmarks_main(monkeypatch):
-    """benchmarks/__main__.py as a module."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location("benchmarks_main", ROOT / "benchmarks" / "__main__.py")
-    main = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(main)
-    return main
 
 
 def test_parts_for_which_no_time_is_left_are_named(benchmark, monkeypatch, tmp_path, capsys):
@@ -162,9 +149,9 @@ def test_parts_for_which_no_time_is_left_are_named(benchmark, monkeypatch, tmp_p
     assert "| update |" in capsys.readouterr().out
 
 
-def test_what_cannot_be_measured_is_said_in_one_line(monkeypatch, capsys):
+def test_what_cannot_be_measured_is_said_in_one_line(benchmark, capsys):
     """No GPU, and names that there are not; --help measures nothing."""
-    main = benchmarks_main(monkeypatch)
+    main = benchmark("benchmarks.__main__")
     main.main(["--help"])
     assert "python benchmarks gpu" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"error: nonsense: choose from generation, .*; or gpu$"):
@@ -172,3 +159,109 @@ def test_what_cannot_be_measured_is_said_in_one_line(monkeypatch, capsys):
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="error: gpu: torch sees no GPU here"):
             main.main(["gpu"])
+
+
+class Table(torch.nn.Module):
+    def __init__(self, logits):
+        super().__init__()
+        self.logits, self.config = logits, SimpleNamespace(vocab_size=len(logits))
+
+    def forward(self, rows):
+        return SimpleNamespace(logits=self.logits.expand(*rows.shape, -1))
+
+
+def test_the_exact_figure_is_0_for_the_reference_and_1_for_the_best_policy(benchmark):
+    tasks, tokenizer = benchmark("learning_tasks"), word_tokenizer("abc")
+    scores, beta = {"": 0.3, "<unk>": 0.0, "a": 1.0, "b": -1.0, "c": 0.5}, 0.4
+    reward = Reward(function=lambda prompts, texts, answers: [scores[text] for text in texts])
+    flags = SimpleNamespace(max_gen_len=1, kl_coef=beta)
+    logits = torch.tensor([0.1, -0.5, 0.3, 0.8, -0.2])
+    prompt = SimpleNamespace(prompt_ids=[2, 3])
+    measure = tasks.exact_objective(flags, reward, tokenizer, prompt, Table(logits))
+    values = torch.tensor([scores[tokenizer.decode([i], skip_special_tokens=True)] for i in range(5)])
+    assert measure(Table(logits)) == pytest.approx(
+        {"closed": 0, "score": (values @ logits.softmax(0)).item(), "kl": 0}
+    )
+    best = measure(Table(logits + values / beta))
+    assert best["closed"] == pytest.approx(1)
+    p, q = (logits + values / beta).log_softmax(0), logits.log_softmax(0)
+    assert best["kl"] == pytest.approx((p.exp() * (p - q)).sum().item(), rel=1e-5)
+    assert measure(Table(logits + 2 * values / beta))["closed"] < 0.99
+
+
+def test_what_trl_is_given_scores_texts_as_training_here_does(benchmark):
+    run, tokenizer = benchmark("learning_run"), word_tokenizer("abcd")
+    seen = []
+
+    def score(prompts, responses, answers):
+        seen.extend(zip(prompts, responses, strict=True))
+        return [float(len(text)) for text in responses]
+
+    reward = Reward(function=score, reasoning=False, missing_eos_penalty=0.5)
+    prompts = [
+        SimpleNamespace(prompt=text, prompt_ids=tokenizer(text).input_ids, answer=None, record={})
+        for text in ("a b", "c")
+    ]
+    scores = run.TextScores(reward, tokenizer, prompts, 2, 0)
+    pad, (a, b, c, d) = 9, tokenizer("a b c d").input_ids
+    rows = torch.tensor([[a, b, d, d, 0, pad], [pad, c, a, b, c, d]])
+    output = scores.read(rows.masked_fill(rows == pad, 0), (rows != pad).long(), position_ids=None)
+    assert scores.score(output.hidden_states[-1])[:, :, 0].tolist() == [[3.0] * 6, [6.5] * 6]
+    assert seen == [("a b", "d d"), ("c", "a b c d")]
+
+
+def test_a_small_run_of_this_trainer_and_its_place_in_the_file(benchmark, monkeypatch, tmp_path):
+    learning, run = benchmark("learning"), benchmark("learning_run")
+    monkeypatch.setattr(learning, "FILE", tmp_path / "learning.json")
+    monkeypatch.setattr(run.train_ppo, "evaluate_actor", run.train_ppo.evaluate_actor)  # put back afterwards
+    monkeypatch.setattr(run.train_ppo, "update", run.train_ppo.update)
+    facts = {"task": "a", "who": "ours", "variant": "", "rates": [1e-3, 3e-3], "seed": 0, "samples": 1024}
+    more = {"files": learning.prepare("a", tmp_path), "folder": str(tmp_path), "patch": "deal anew"}
+    request = facts | more | {"flags": {"kl_in": "reward"}}
+    points = run.run_ours(request, tmp_path / "out")
+    assert [p["samples"] for p in points] == [0, 256, 512, 768, 1024]
+    assert points[0]["closed"] == 0
+    assert points[-1]["closed"] > 0.2
+    assert points[-1]["seconds"] > points[1]["seconds"] > 0
+    learning.keep(facts | {"curve": {}})
+    learning.keep(facts | {"curve": {"kl": [1]}})
+    learning.keep(facts | {"seed": 1, "curve": {}})
+    assert [r["curve"] for r in learning.load()] == [{"kl": [1]}, {}]
+
+
+def test_the_page_shows_the_tables_of_its_results(benchmark):
+    report = benchmark("learning_report")
+    runs = json.loads((ROOT / "benchmarks/results/learning.json").read_text(encoding="utf-8"))["runs"]
+    text = (ROOT / "docs/learning.md").read_text(encoding="utf-8")
+    assert all(table(runs) in text for table in report.TABLES.values())
+    assert report.WITHOUT_CRITIC.keys() | report.OPTIONS.keys() <= benchmark("learning").OURS.keys()
+    assert all(math.isfinite(report.figure(r)) for r in runs)
+
+
+def test_the_page_has_the_table_of_the_script_and_a_wrong_flag_is_one_line(benchmark):
+    plan = benchmark("plan")
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert plan.table(plan.fewest()) in page
+    with pytest.raises(SystemExit, match="error: no flag: --table or --check"):
+        plan.main([])
+
+
+def test_the_plan_was_within_a_tenth_of_every_measured_run(benchmark):
+    plan = benchmark("plan")
+    runs = json.loads((ROOT / "benchmarks/results/plan.json").read_text(encoding="utf-8"))["runs"]
+    assert [run["run"] for run in runs] == list(plan.CASES)
+    for run in runs:
+        assert run["ratio"] == pytest.approx(run["plan"] / run["measured"], abs=2e-3)
+        assert run["measured"] == max(run["peaks"][phase] for phase in ("building", "rollout", "update"))
+        assert abs(run["ratio"] - 1) <= 0.1, run["run"]
+        assert run["plan"] == pytest.approx(sum(run["parts"].values()), abs=len(run["parts"]))
+        # The check of loading is a limit that is always enough: sometimes gaps are used again, sometimes not.
+        assert 1 <= run["loading plan"] / run["peaks"]["loading"] <= 1.45, run["run"]
+
+
+def test_more_gpus_never_need_more_memory_each(benchmark):
+    plan = benchmark("plan")
+    for row in plan.each_gpu():
+        found = [float(row[f"{count}, sharded"]) for count in plan.SHARDED]
+        assert found == sorted(found, reverse=True), row
+        assert found[0] < float(row["2 or more"]), row

@@ -7,17 +7,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from tiny import (
-    DIE,
-    finish,
-    flags,
-    launch,
-    load_weights,
-    read_jsonl,
-    run_files,
-    same_run,
-    write_jsonl,
-)
+from tiny import DIE, finish, flags, launch, load_weights, read_jsonl, run_files, same_run, write_jsonl
 
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
@@ -59,7 +49,6 @@ def best_of(out):
 
 @pytest.fixture(scope="module")
 def whole(files, tmp_path_factory):
-    """A run of 6 steps -> its out folder."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUDGE", VALUES)
@@ -168,6 +157,10 @@ def test_which_metric_decides_and_only_a_higher_value_beats_the_best():
         assert first.beaten_by({"eval/x": value, "eval/y": 9.0}, 4) is None
     assert first.beaten_by({"reward/score": 9.0}, 4) is None  # a step without an evaluation
     assert first.beaten_by({"eval/x": -4.0}, 4) == Best("x", "eval/x", -4.0, 4)
+    for now in (Best("x"), Best("x", "eval/x"), Best()):  # the last one evaluates nothing
+        assert now.follows(first)
+    for now in (Best("x", "eval/y"), Best("other", "eval/x")):  # other prompts, or another judge
+        assert not now.follows(first)
 
 
 def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(files, tmp_path, monkeypatch):
@@ -175,17 +168,3 @@ def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(file
     message = "--best_metric eval/loss: no evaluation has it; choose one of .*eval/judge, .*eval/score_greedy"
     with pytest.raises(InputError, match=message):
         train_ppo.main(argv_of(files, tmp_path, best_metric="loss"))
-
-
-@pytest.mark.parametrize(
-    ("now", "continues"),
-    [
-        (Best("x"), True),
-        (Best("x", "eval/x"), True),
-        (Best("x", "eval/y"), False),
-        (Best("other", "eval/x"), False),  # other prompts, or another judge
-        (Best(), True),  # nothing is evaluated
-    ],
-)
-def test_what_can_be_compared_with_an_earlier_best(now, continues):
-    assert now.follows(Best("x", "eval/x", 0.5, 3)) == continues

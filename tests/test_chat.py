@@ -4,10 +4,9 @@ import argparse
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
-import threading
-import time
 
 import pytest
 import torch
@@ -59,7 +58,6 @@ def endless(**more):
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """A folder with what a run saves: ppo_actor_32.pth of a tiny Llama with a chat template."""
     folder = tmp_path_factory.mktemp("out")
     saved(talker(TOKENIZER), folder)
     return folder
@@ -75,7 +73,6 @@ def arguments(**flags):
 
 
 def trainers_answer(path, messages, max_gen_len=12):
-    """The greedy answer of the trainer's own sampler."""
     model, tokenizer = load_policy(path), load_tokenizer(path.with_suffix(""))
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -151,23 +148,16 @@ class Terminal:
         self.master, slave = pty.openpty()
         self.process = start(*flags, stdin=slave, stdout=slave, stderr=slave)
         os.close(slave)
-        self.text, self.seen = "", 0
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self):
-        try:
-            while data := os.read(self.master, 4096):
-                self.text += data.decode("utf-8", "replace").replace("\r", "")
-        except OSError:  # the other end is closed
-            pass
+        self.said = self.rest = ""
 
     def wait_for(self, text, seconds=300):
-        """-> what came since the last wait, up to and including ``text``"""
-        deadline = time.monotonic() + seconds
-        while (at := self.text.find(text, self.seen)) < 0:
-            assert time.monotonic() < deadline, f"no {text!r} in {self.text[self.seen :]!r}"
-            time.sleep(0.01)
-        before, self.seen = self.text[self.seen : at], at + len(text)
+        """-> what came since the last wait, up to ``text``. OSError where the other end is closed first."""
+        while text not in self.rest:
+            assert select.select([self.master], [], [], seconds)[0], f"no {text!r} in {self.rest!r}"
+            new = os.read(self.master, 4096).decode("utf-8", "replace").replace("\r", "")
+            self.said += new
+            self.rest += new
+        before, _, self.rest = self.rest.partition(text)
         return before
 
     def send(self, text):
@@ -187,8 +177,10 @@ def test_a_conversation_in_a_terminal(tmp_path):
         terminal.send("/clear\n")
         terminal.wait_for("/clear\n> ")
         terminal.send("\x04")
+        with pytest.raises(OSError):
+            terminal.wait_for("rror")
         assert terminal.process.wait(300) == 0
-        assert "rror" not in terminal.text
+        assert "rror" not in terminal.said
     finally:
         terminal.process.kill()
         terminal.process.wait()
@@ -244,13 +236,10 @@ def test_history_reaches_the_model(out, monkeypatch, capsys):
     assert second != alone
     assert capsys.readouterr().out == f"{first}\n{second}\n{alone}\n"
     assert list(one.history) == [user("w2 w3"), {"role": "assistant", "content": alone}]
-
-
-@pytest.mark.parametrize(("turns", "kept"), [(0, []), (1, ["w3"]), (2, ["w2", "w3"])])
-def test_how_many_turns_are_remembered(turns, kept, out, monkeypatch):
-    one = speaker(out / "ppo_actor_32.pth", history=turns)
-    converse(one, ["w1", "w2", "w3"], monkeypatch)
-    assert asked_of(one) == kept
+    for turns, kept in ((0, []), (1, ["w3"]), (2, ["w2", "w3"])):
+        one = speaker(path, history=turns)
+        converse(one, ["w1", "w2", "w3"], monkeypatch)
+        assert asked_of(one) == kept
     assert chat.parse_args([]).history == 0
 
 
@@ -330,11 +319,7 @@ def test_an_answer_ends_where_the_trainers_sampler_ends_it(tmp_path, capsys):
     assert shown.startswith(answer + stop) and whole.startswith(shown) and "cut after" not in said.err
     assert answer == response_texts(rollout, TOKENIZER, stops)[0] == whole.split(stop)[0] != ""
     assert one.history[-1]["content"] == answer
-
-
-def test_a_stop_string_of_a_checkpoint_may_be_one_text(tmp_path):
-    model = talker(TOKENIZER)
-    model.generation_config.stop_strings = "w1 w2"
+    model.generation_config.stop_strings = "w1 w2"  # a checkpoint may have one text
     assert speaker(saved(model, tmp_path)).stops == ["w1 w2"]
 
 

@@ -5,19 +5,8 @@ import subprocess
 import sys
 
 import pytest
+import tiny
 import torch
-from tiny import (
-    ROOT,
-    flags,
-    launch,
-    read_jsonl,
-    save_policy_dir,
-    save_reward_dir,
-    tiny_llama,
-    train,
-    word_tokenizer,
-    write_jsonl,
-)
 
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
@@ -32,30 +21,30 @@ SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 2
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli")
-    tokenizer = word_tokenizer(WORDS, chat=True)
+    tokenizer = tiny.word_tokenizer(WORDS, chat=True)
     records = [{"prompt": f"{a} {b}", "answer": a} for a in WORDS for b in WORDS]
     return {
-        "model": save_policy_dir(folder / "policy", tokenizer, spread=2.0),
-        "reward_model": save_reward_dir(folder / "reward", tokenizer),
-        "data_path": write_jsonl(folder / "prompts.jsonl", records),
-        "eval_data_path": write_jsonl(folder / "eval.jsonl", records[:6]),
+        "model": tiny.save_policy_dir(folder / "policy", tokenizer, spread=2.0),
+        "reward_model": tiny.save_reward_dir(folder / "reward", tokenizer),
+        "data_path": tiny.write_jsonl(folder / "prompts.jsonl", records),
+        "eval_data_path": tiny.write_jsonl(folder / "eval.jsonl", records[:6]),
     }
 
 
 def test_a_run_writes_config_metrics_samples_curves_and_weights(files, tmp_path):
-    train(**files, **SIZES, out_dir=tmp_path, epochs=3, reasoning=1)
+    tiny.train(**files, **SIZES, out_dir=tmp_path, epochs=3, reasoning=1)
     run = tmp_path / "run_1"
     config = json.loads((run / "config.json").read_text())
     assert config["batch_size"] == 8
     assert config["versions"]["torch"] == torch.__version__
-    metrics = read_jsonl(run / "metrics.jsonl")
+    metrics = tiny.read_jsonl(run / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [0, 1, 2]
     groups = {name.split("/")[0] for m in metrics for name in m if name != "step"}
     assert groups == {"rollout", "reward", "kl", "policy", "value", "perf", "eval"}
     assert {"kl/k1", "kl/k3", "reward/format", "reward/marks", "reward/model", "eval/accuracy"} <= {
         name for m in metrics for name in m
     }
-    sample = read_jsonl(run / "samples.jsonl")[0]
+    sample = tiny.read_jsonl(run / "samples.jsonl")[0]
     assert sample["prompt"] in {f"{a} {b}" for a in WORDS for b in WORDS}  # as the file has it
     score = sample["parts"].pop("score")
     assert score == pytest.approx(sum(sample["parts"].values()), abs=1e-3)
@@ -63,17 +52,9 @@ def test_a_run_writes_config_metrics_samples_curves_and_weights(files, tmp_path)
     state = torch.load(tmp_path / "ppo_actor_32.pth", weights_only=True)
     assert {x.dtype for x in state.values()} == {torch.float16}
     assert "lm_head.weight" in state
-    moved = load_policy(str(tmp_path / "ppo_actor_32.pth")), tiny_llama(10, spread=2.0)
+    moved = load_policy(str(tmp_path / "ppo_actor_32.pth")), tiny.tiny_llama(10, spread=2.0)
     assert not all(a.half().equal(b.half()) for a, b in zip(*(m.parameters() for m in moved), strict=True))
     assert len(load_tokenizer(str(tmp_path / "ppo_actor_32"))) == 10
-
-
-def test_reward_code_of_a_model_needs_permission(files, tmp_path):
-    config = {"model_type": "x", "auto_map": {"AutoConfig": "m.C", "AutoModel": "m.M"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "m.py").write_text("raise SystemExit('this code must not run')")
-    with pytest.raises(InputError, match="--trust_remote_code"):
-        train(**files | {"reward_model": str(tmp_path)}, **SIZES, out_dir=tmp_path / "out")
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +63,20 @@ def bad(tmp_path_factory):
     paths = {name: folder / name for name in ("text.jsonl", "empty.jsonl", "full_sft_32.pth", "big", "fn.py")}
     paths["text.jsonl"].write_text('{"prompt": "a"}\nhello\n')
     paths["empty.jsonl"].write_text("")
-    write_jsonl(folder / "no_prompt.jsonl", [{"prompt": "a"}, {"level": "b"}])
+    tiny.write_jsonl(folder / "no_prompt.jsonl", [{"prompt": "a"}, {"level": "b"}])
     (folder / "surrogate.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a \\ud800 b"}\n')
-    write_jsonl(folder / "long.jsonl", [{"prompt": "a " * 100}])
+    tiny.write_jsonl(folder / "long.jsonl", [{"prompt": "a " * 100}])
     torch.save({"model.embed_tokens.weight": torch.zeros(10, 32)}, paths["full_sft_32.pth"])
-    broken = tiny_llama(10)
+    broken = tiny.tiny_llama(10)
     broken.model.norm.weight.data[3] = torch.nan
     broken.save_pretrained(folder / "nan")
-    word_tokenizer(WORDS, chat=True).save_pretrained(folder / "nan")
-    word_tokenizer("abcdefghijklmnopqrstuvwxyz", chat=True).save_pretrained(paths["big"])
+    tiny.word_tokenizer(WORDS, chat=True).save_pretrained(folder / "nan")
+    tiny.word_tokenizer("abcdefghijklmnopqrstuvwxyz", chat=True).save_pretrained(paths["big"])
     paths["fn.py"].write_text("def f(prompts, responses, answers):\n    return [1.0]\n")
     return str(folder)
 
 
+FROM_NONE = {"reward_model": "", "reward_fn": "{}/fn.py:f", "critic_init": "reward"}
 BAD = [  # (what is wrong, flags with {} for the folder above, text that the error must contain)
     ("data missing", {"data_path": "/nowhere.jsonl"}, "/nowhere.jsonl"),
     ("data empty", {"data_path": "{}/empty.jsonl"}, "empty.jsonl: the file has no records"),
@@ -116,24 +98,18 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("reward model is a policy", {"reward_model": "{policy}"}, "no sequence classifier"),
     ("reward function is no Python", {"reward_fn": "{}/text.jsonl:f"}, "path.py:function"),
     ("reward function missing", {"reward_fn": "{}/fn.py:g"}, "no function 'g'"),
-    (
-        "both",
-        {"reward_fn": "{}/fn.py:g", "reward_model": "/nowhere"},
-        "no function 'g'",
-    ),  # it is checked first
+    ("both: it is first", {"reward_fn": "{}/fn.py:g", "reward_model": "/nowhere"}, "no function 'g'"),
     ("reward function of one score", {"reward_fn": "{}/fn.py:f"}, "returned 1 scores for"),
     ("learning rate NaN", {"learning_rate": "nan"}, "--learning_rate nan"),
     ("a run name that is a path", {"run_name": "../x"}, "--run_name ../x"),
     ("a run name that is a path on Windows", {"run_name": r"..\x"}, r"--run_name ..\x"),
     ("beyond the positions", {"max_gen_len": 1000}, "--max_gen_len 1000"),
     ("warm-up as long as the run", {"critic_warmup_steps": 2}, "--critic_warmup_steps 2"),
-    (
-        "critic from none",
-        {"reward_model": "", "reward_fn": "{}/fn.py:f", "critic_init": "reward"},
-        "--critic_init",
-    ),
+    ("critic from none", FROM_NONE, "--critic_init"),
     ("no such GPU", {"device": "cuda:7"}, "--device cuda:7"),
     ("no such device", {"device": "toaster"}, "--device toaster"),
+    ("another device of torch", {"device": "mps"}, "--device mps: "),
+    ("another device, its remedy", {"device": "meta"}, "--device cpu"),
     ("a folder that is a file", {"out_dir": "{}/text.jsonl"}, "--out_dir"),
     ("a run folder that is a file", {"out_dir": "{}", "run_name": "text.jsonl"}, "--run_name"),
     ("nothing to resume", {"resume": "/nowhere"}, "--resume /nowhere"),
@@ -143,7 +119,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
 @pytest.mark.parametrize(("what", "change", "named"), BAD, ids=[case[0] for case in BAD])
 def test_bad_input_is_one_line_and_writes_nothing(what, change, named, files, bad, tmp_path):
     change = {k: str(v).replace("{policy}", files["model"]).replace("{}", bad) for k, v in change.items()}
-    argv = flags(**{**files, **SIZES, "device": "cpu", "out_dir": tmp_path / "out", **change})
+    argv = tiny.flags(**{**files, **SIZES, "device": "cpu", "out_dir": tmp_path / "out", **change})
     with pytest.raises(InputError) as error:
         train_ppo.main(argv)
     assert named in str(error.value)
@@ -153,27 +129,18 @@ def test_bad_input_is_one_line_and_writes_nothing(what, change, named, files, ba
 
 
 def test_bad_input_on_the_real_command_line_and_ddp_without_torchrun(files, tmp_path):
-    process = launch(flags(**files, **SIZES | {"mini_batch_size": 16}, out_dir=tmp_path / "out"))
+    process = tiny.launch(tiny.flags(**files, **SIZES | {"mini_batch_size": 16}, out_dir=tmp_path / "out"))
     out, err = process.communicate(timeout=600)
     assert process.returncode == 2
     assert err == "error: --mini_batch_size 16: must divide --batch_size 8\n"
     assert out == ""
     with pytest.raises(InputError, match="torchrun"):
-        train_ppo.main([*flags(**files, **SIZES, out_dir=tmp_path / "out"), "--ddp"])
-
-
-def test_minimind_names_are_found(tmp_path, files):
-    """--hidden_size alone loads out/full_sft_{hidden_size}.pth, as MiniMind's scripts do."""
-    policy = tiny_llama(10, intermediate_size=128, num_attention_heads=8, num_key_value_heads=2)
-    torch.save(policy.state_dict(), tmp_path / "full_sft_32.pth")
-    more = {**files, "model": "", "hidden_size": 32, "tokenizer": files["model"]}
-    train(**more, **SIZES | {"max_steps": 1}, out_dir=tmp_path)
-    assert (tmp_path / "ppo_actor_32.pth").exists()
+        train_ppo.main([*tiny.flags(**files, **SIZES, out_dir=tmp_path / "out"), "--ddp"])
 
 
 def test_it_runs_from_any_folder(files, tmp_path):
-    argv = flags(**files, **SIZES | {"max_steps": 1}, out_dir=tmp_path, device="cpu", eval_interval=0)
+    argv = tiny.flags(**files, **SIZES | {"max_steps": 1}, out_dir=tmp_path, device="cpu", eval_interval=0)
     command = [sys.executable, "train_ppo.py", *argv]
-    done = subprocess.run(command, cwd=ROOT / "trainer", capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tiny.ROOT / "trainer", capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr + done.stdout

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import ROOT, read_jsonl
+from tiny import ROOT, read_jsonl, user
 
 from dataset.lm_dataset import RLAIFDataset
 from model.loading import load_policy, load_tokenizer
@@ -22,11 +22,8 @@ def reward_model():
 
 def test_the_reward_model_ranks_right_over_wrong(reward_model):
     pairs = read_jsonl(DATA / "preferences_eval.jsonl")
-    conversations = [
-        ([{"role": "user", "content": pair["prompt"]}], pair[kind])
-        for kind in ("chosen", "rejected")
-        for pair in pairs
-    ]
+    sides = ("chosen", "rejected")
+    conversations = [([user(pair["prompt"])], pair[side]) for side in sides for pair in pairs]
     chosen, rejected = reward_model(conversations).chunk(2)
     accuracy = (chosen > rejected).float().mean().item()
     print(f"the reward model ranks {accuracy:.3f} of {len(pairs)} held-out pairs as it should")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_invariants import files, make_run
+from test_invariants import make_run
 from tiny import flags, load_weights, read_jsonl, train, write_jsonl
 
 from errors import InputError
@@ -10,8 +10,6 @@ from model.loading import load_policy
 from trainer import train_ppo
 from trainer.options.ema import Ema
 from trainer.runs.base import Learner
-
-assert files  # the fixture
 
 
 def average_of(values, beta=0.5, first_batch=0):

@@ -4,15 +4,7 @@ in two processes."""
 import json
 
 import pytest
-from same_runs import (
-    CRITIC,
-    EXACT,
-    resumed_is_the_same,
-    run_in_two_processes,
-    same_metrics,
-    same_weights,
-    sizes,
-)
+import same_runs
 from tiny import flags, read_jsonl, run_files, train
 
 from trainer import train_ppo
@@ -22,7 +14,11 @@ def score(prompts, responses, answers):
     places = [[i for i, c in enumerate(r) if c in "be"] for r in responses]
     return [[(i, 0.5) for i in mine] if len(r) % 4 else 0.1 * len(r) for r, mine in zip(responses, places)]
 """
-RUN = EXACT | CRITIC | {"max_steps": 4, "eval_interval": 4, "critic_init": "actor", "max_gen_len": 8}
+RUN = (
+    same_runs.EXACT
+    | same_runs.CRITIC
+    | {"max_steps": 4, "eval_interval": 4, "critic_init": "actor", "max_gen_len": 8}
+)
 RUN |= {"min_gen_len": 3, "overlong_buffer": 3, "overlong_penalty": 0.5}
 RUN |= {"replay_batches": 1, "update_old_actor_freq": 2}
 ENDS = ["--stop", "b ", "d", "--stop_token_ids", "9"]
@@ -39,7 +35,7 @@ def files(tmp_path_factory):
 
 
 def argv_of(files, out, responses=16):
-    return [*flags(**files, **RUN, **sizes(responses), out_dir=out), *ENDS]
+    return [*flags(**files, **RUN, **same_runs.sizes(responses), out_dir=out), *ENDS]
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +55,13 @@ def test_every_ending_occurs(whole):
 
 
 def test_resuming_equals_never_having_stopped_bit_for_bit(whole, files, tmp_path):
-    resumed_is_the_same(whole, argv_of(files, tmp_path), tmp_path, last=4)
+    same_runs.resumed_is_the_same(whole, argv_of(files, tmp_path), tmp_path, last=4)
 
 
 def test_two_processes_equal_one(whole, files, tmp_path):
-    run_in_two_processes(argv_of(files, tmp_path, responses=8))
-    same_weights(whole, tmp_path / "r", 4, ("actor", "critic"), most=2e-5)
-    same_metrics(whole, tmp_path / "r", SAME, rel=1e-4, abs=1e-5)
+    same_runs.run_in_two_processes(argv_of(files, tmp_path, responses=8))
+    same_runs.same_weights(whole, tmp_path / "r", 4, ("actor", "critic"), most=2e-5)
+    same_runs.same_metrics(whole, tmp_path / "r", SAME, rel=1e-4, abs=1e-5)
 
 
 def test_the_result_knows_what_ends_its_answers(whole, files, tmp_path):

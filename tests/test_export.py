@@ -74,10 +74,7 @@ def test_narrower_types(dtype, demo, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "directory").dtype == getattr(torch, dtype)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("minimind2_dense", "Llama"), ("minimind3_dense", "Qwen3")],
-)
+@pytest.mark.parametrize(("name", "kind"), [("minimind2_dense", "Llama"), ("minimind3_dense", "Qwen3")])
 def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
     """A class of transformers gives MiniMind's own logits; exported back, it has MiniMind's keys."""
     words_for(160).save_pretrained(tmp_path / "words")
@@ -103,7 +100,6 @@ def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The demo's policy, exported to the folder ``exported``."""
     folder = tmp_path_factory.mktemp("demo")
     save_policy(load_policy(DEMO), load_tokenizer(DEMO), folder / "ppo_actor_128.pth")
     run(folder / "ppo_actor_128.pth", folder / "exported")
@@ -153,22 +149,19 @@ def test_the_files(exported):
     assert AutoTokenizer.from_pretrained(exported).get_vocab() == load_tokenizer(DEMO).get_vocab()
 
 
-def test_generation_ends_where_training_ended_it(tmp_path):
-    """At the tokenizer's EOS as well; settings that contradict each other are written all the same."""
-    model = build(FAMILIES["Llama"]())
+def test_generation_ends_where_training_ended_it_and_the_card_reads_the_tokenizer_right(tmp_path):
+    """At the tokenizer's EOS as well; settings that contradict each other are written all the same. Qwen2's
+    tokenizer would be read wrongly by transformers."""
+    model = build(FAMILIES["Qwen2"]())
     model.generation_config.eos_token_id, model.generation_config.temperature = [4, 3], 0.5
     save_policy(model, word_tokenizer(WORDS), tmp_path / "a.pth")
-    run(tmp_path / "a.pth", tmp_path / "exported")
-    settings = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
+    exported = tmp_path / "exported"
+    run(tmp_path / "a.pth", exported)
+    settings = json.loads((exported / "generation_config.json").read_text())
     assert (settings["eos_token_id"], settings["pad_token_id"]) == ([0, 3, 4], 0)
     assert settings["temperature"] == 0.5
-
-
-def test_a_tokenizer_that_transformers_reads_wrongly_is_read_right_by_the_card(tmp_path):
-    save_policy(build(FAMILIES["Qwen2"]()), word_tokenizer(WORDS), tmp_path / "a.pth")
-    run(tmp_path / "a.pth", tmp_path / "exported")
-    assert "PreTrainedTokenizerFast.from_pretrained" in (tmp_path / "exported" / "README.md").read_text()
-    assert load_tokenizer(tmp_path / "exported").get_vocab() == word_tokenizer(WORDS).get_vocab()
+    assert "PreTrainedTokenizerFast.from_pretrained" in (exported / "README.md").read_text()
+    assert load_tokenizer(exported).get_vocab() == word_tokenizer(WORDS).get_vocab()
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -235,7 +228,6 @@ def test_what_a_type_cannot_hold_is_not_written(direction, tmp_path):
 
 
 def test_the_real_command_line(demo, tmp_path, capsys):
-    """Success is one line, bad input one line and exit code 2."""
     run(demo, tmp_path / "new")
     assert capsys.readouterr().out.count("\n") == 1
     bad = start_script([PYTHON, str(ROOT / "export.py"), str(demo), str(tmp_path / "new")], {})

@@ -70,16 +70,25 @@ def one_line_or_fine(*named):
         check_line(str(error), *named)
 
 
+def refused(action, *named):
+    """The action ends with an InputError of one short line that contains one of ``named``."""
+    with pytest.raises(InputError) as error:
+        action()
+    check_line(str(error.value), *named)
+
+
 @contextmanager
-def changed(path, data):
-    """The file holds ``data`` in this block, and nobody else changes it."""
-    before = path.read_bytes()
+def changed(path, data, *others):
+    """The file holds ``data`` in this block; afterwards it and the others are as they were. Where there are
+    no others, nobody else may change it."""
+    before = {each: each.read_bytes() for each in (path, *others)}
     path.write_bytes(data)
     try:
-        yield data != before
-        assert path.read_bytes() == data
+        yield data != before[path]
+        assert others or path.read_bytes() == data
     finally:
-        path.write_bytes(before)
+        for each, content in before.items():
+            each.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -102,56 +111,26 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
     max_leaves=6,
 )
-pieces = st.lists(st.fixed_dictionaries({"type": json_scalars, "text": json_scalars}))
-roles = st.sampled_from(["user", "assistant", "system", "tool", "bad", "<|im_end|>"])
-text = st.text(max_size=20)
-turns = st.fixed_dictionaries(
-    {}, optional={"role": roles | json_values, "content": json_values | pieces, "tool_calls": json_values}
-)
-good_turns = st.fixed_dictionaries({"role": roles, "content": text})
-conversations = st.lists(turns | good_turns, max_size=4) | json_values
-records = st.fixed_dictionaries(
-    {},
-    optional={
-        **dict.fromkeys(["prompt", "chosen", "rejected"], text | conversations),
-        **dict.fromkeys(["answer", "question", "instruction", "output"], text | json_values),
-        "conversations": conversations,
-        "reward_model": st.dictionaries(st.just("ground_truth"), json_values) | json_values,
-        "tools": json_values,
-    },
-)
-
-# (where to cut, as a fraction of the length; how many bytes to leave out or double; what to put there)
+# (where, as a fraction of the length; how many bytes to leave out, double or write over; what to put there)
 BYTES = [b"\0", b"\r", b"\r\n", b"\n", b"\xef\xbb\xbf", b"\xff\xfe", b"\\ud800", b"{", b"]", b'"', b"NaN"]
 BYTES += [b"-Infinity", b"1e999", b"null", b"<|im_end|>", b"\xed\xa0\x80"]
-edit = st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=4) | st.sampled_from(BYTES))
+REST = 3 * 10**9 + 1  # bytes left out: all that follow
+edit = st.tuples(
+    st.floats(0, 1), st.integers(0, 40) | st.just(REST), st.binary(max_size=4) | st.sampled_from(BYTES)
+)
 
 
 def edited(data, changes):
-    """``data`` with pieces put in, left out and doubled."""
+    """``data`` with pieces put in, left out, doubled and written over."""
     for where, length, new in changes:
         at = int(where * len(data))
-        data = data[:at] + new + (data[max(0, at - length) :] if length % 3 == 0 else data[at + length :])
+        after = (max(0, at - length), at + length, at + len(new))[length % 3]
+        data = data[:at] + new + data[after:]
     return data
 
 
-def truncated(data, where):
-    return data[: int(where * len(data))]
-
-
-def flipped(data, bits):
-    data = bytearray(data)
-    for where in bits:
-        data[int(where * (len(data) - 1))] ^= 1 << int(where * 7919) % 8
-    return bytes(data)
-
-
 # functions of bytes
-mutations = (
-    st.lists(edit, min_size=1, max_size=4).map(lambda how: lambda data: edited(data, how))
-    | st.floats(0, 1).map(lambda how: lambda data: truncated(data, how))
-    | st.lists(st.floats(0, 1), min_size=1, max_size=8).map(lambda how: lambda data: flipped(data, how))
-)
+mutations = st.lists(edit, min_size=1, max_size=6).map(lambda how: partial(edited, changes=how))
 
 
 def with_values(data, changes):
@@ -174,7 +153,6 @@ def with_values(data, changes):
 
 
 def with_keys(data, change):
-    """A JSON object with other values of some keys."""
     return json.dumps(json.loads(data) | change).encode()
 
 
@@ -182,7 +160,7 @@ new_values = json_values | st.sampled_from(
     ["delete", 0, -1, 1, 3, 10**9, 10**18, "</s>", "a", [], {}, [0], True]
 )
 value_changes = st.lists(st.tuples(st.integers(0, 10**6), new_values), min_size=1, max_size=3).map(
-    lambda changes: lambda data: with_values(data, changes)
+    lambda changes: partial(with_values, changes=changes)
 )
 
 
@@ -191,6 +169,12 @@ GOOD_LINES = [  # good for every dataset
     '{"conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],'
     ' "chosen": [{"content": "a"}, {"content": "b"}], "rejected": [{"content": "a"}, {"content": "c"}]}',
     '{"prompt": [{"content": "naïve 你"}], "answer": "\\u00e9 <|im_end|>", "chosen": "", "rejected": "\\n"}',
+]
+SHAPES = [  # what else a record may be
+    '{"conversations": [{"role": "system", "content": [{"type": "text", "text": "be"}]}, {"content": "hi"},'
+    ' {"role": "assistant", "content": "yes", "tool_calls": [{"name": "f"}]}], "tools": [{"name": "f"}]}',
+    '{"question": "a", "reward_model": {"ground_truth": "5"}, "chosen": [{"role": "user", "content": "b"}]}',
+    '{"instruction": "b", "input": "c", "output": "d", "chosen": "", "rejected": [{"role": "tool"}]}',
 ]
 CODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "gb18030", "utf-7"]
 ENDS = ["\n", "\r\n", "\r", "\n\n\n", "\n \t\n", "\u2028", "\0\n", "\n\ufeff"]
@@ -201,7 +185,9 @@ contents = (
     | st.tuples(lines, st.sampled_from(CODINGS), st.sampled_from(ENDS)).map(
         lambda x: (x[2].join(x[0]) + x[2]).encode(x[1], "replace")
     )
-    | st.lists(records, min_size=1, max_size=2).map(lambda x: "\n".join(map(json.dumps, x)).encode())
+    | st.lists(st.tuples(st.sampled_from(GOOD_LINES + SHAPES), value_changes), min_size=1, max_size=2).map(
+        lambda x: b"\n".join(change(line) for line, change in x)
+    )
 )
 
 
@@ -237,6 +223,7 @@ LINES = [  # and what went wrong
     (1, '{"prompt": "a", "x": ' + '{"a": ' * 3000 + "1" + "}" * 3000 + "}"),  # RecursionError
     (1, '{"prompt": "a", "answer": ' + "9" * 5000 + "}"),  # ValueError: Exceeds the limit (4300 digits)
     (2, '{"prompt": "a", "answer": "a"}'),  # TypeError from the template
+    (1, '{"prompt": [{"content": []}], "chosen": "", "rejected": "\\n"}'),  # a conversation of no tokens
     (0, '{"prompt": "' + "hi you " * 30_000 + '", "answer": "x"}'),  # fine: 200 KB in a line
     (0, '{"prompt": "' + "<|im_end|> " * 5_000 + '", "answer": "x"}'),  # fine: 5,000 special tokens
     (1, '{"prompt": "a", "x": [NaN, -Infinity, 1e999], "answer": "b"}'),  # fine: numbers JSON has not
@@ -271,8 +258,7 @@ def test_a_tokenizer_without_an_end(tmp_path):
     tokenizer = word_tokenizer(["a"])
     tokenizer.eos_token = None
     path = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "a", "answer": "a"}])
-    with pytest.raises(InputError, match="EOS"):
-        SFTDataset(path, tokenizer, 10)
+    refused(lambda: SFTDataset(path, tokenizer, 10), "EOS")
 
 
 FLAGS = train_ppo.flag_parser().flags
@@ -306,9 +292,7 @@ TOO_MUCH |= {"model": "x" * 5000, "out_dir": "a\0b"}
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_values_that_would_take_all_memory_or_time(name):
-    with pytest.raises(InputError, match=f"--{name}") as error:
-        train_ppo.parse_args([f"--{name}", str(TOO_MUCH[name])])
-    check_line(str(error.value))
+    refused(lambda: train_ppo.parse_args([f"--{name}", str(TOO_MUCH[name])]), f"--{name}")
 
 
 @pytest.fixture(scope="module")
@@ -420,40 +404,31 @@ def test_pth(data, folder):
     assert path.read_bytes() == data
 
 
-@pytest.mark.parametrize(
-    ("what", "tensor"),
-    [
-        ("NotImplementedError", torch.zeros(10, 32).to_sparse()),
-        ("no numbers at all", torch.zeros(10, 32, device="meta")),
-        ("IndexError in MiniMind's model", torch.zeros(0, 32)),
-    ],
-)
-def test_corpus_of_pth(what, tensor, tmp_path):
-    torch.save({**minimind_state(), "model.embed_tokens.weight": tensor}, tmp_path / "odd.pth")
-    with pytest.raises(InputError) as error:
-        load_policy(tmp_path / "odd.pth")
-    check_line(str(error.value), "odd.pth")
-
-
 class Evil:
-    """Unpickling it would create the file ``path``."""
-
-    def __init__(self, path):
-        self.path = path
+    """Unpickling it would create the file "it ran"."""
 
     def __reduce__(self):
-        return (Path.touch, (self.path,))
+        return (Path.touch, (Path("it ran"),))
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))])
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_malicious_pickle_does_not_run(save, inside, tmp_path):
-    evil = Evil(tmp_path / "it ran")
-    save({**minimind_state(), "x": evil} if inside else evil, tmp_path / "evil.pth")
-    with pytest.raises(InputError) as error:
-        load_policy(tmp_path / "evil.pth")
-    check_line(str(error.value), tmp_path / "evil.pth")
-    assert not (tmp_path / "it ran").exists()
+REFUSED = [
+    {**minimind_state(), "model.embed_tokens.weight": x}
+    for x in (
+        torch.zeros(10, 32).to_sparse(),  # NotImplementedError
+        torch.zeros(10, 32, device="meta"),  # no numbers at all
+        torch.zeros(0, 32),  # IndexError in MiniMind's model
+    )
+]
+REFUSED += [Evil(), {**minimind_state(), "x": Evil()}]
+
+
+@pytest.mark.parametrize("thing", REFUSED)
+@pytest.mark.parametrize("save", [saved, pickle.dumps])
+def test_weights_that_are_none_and_pickles_that_do_something(save, thing, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("odd.pth").write_bytes(save(thing))
+    refused(lambda: load_policy("odd.pth"), "odd.pth")
+    assert not Path("it ran").exists()
 
 
 @pytest.fixture(scope="module")
@@ -568,10 +543,9 @@ PROCESSOR = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "
 )
 def test_corpus_of_tokenizers(change, tokenizer_folder):
     path = tokenizer_folder / "tokenizer.json"
-    with changed(path, json.dumps(json.loads(path.read_bytes()) | change).encode()):
-        with pytest.raises(InputError) as error:
-            RLAIFDataset(tokenizer_folder / "data.jsonl", load_tokenizer(tokenizer_folder), 100)
-        check_line(str(error.value), tokenizer_folder)
+    data = tokenizer_folder / "data.jsonl"
+    with changed(path, with_keys(path.read_bytes(), change)):
+        refused(lambda: RLAIFDataset(data, load_tokenizer(tokenizer_folder), 100), tokenizer_folder)
         read_tokenizer(tokenizer_folder)
 
 
@@ -628,7 +602,6 @@ def test_reward_files(lines, folder):
 
 @pytest.fixture(scope="module")
 def trained(run_files, tmp_path_factory):
-    """A finished run with two checkpoints -> its folder, its flags."""
     out = tmp_path_factory.mktemp("trained")
     argv = flags(**run_files, **TINY_RUN, max_steps=2, save_interval=1, run_name="r", out_dir=out)
     train_ppo.main(argv)
@@ -648,17 +621,6 @@ def test_mutated_checkpoints(mutate, number, trained):
             check_line(note, "step_2 is damaged")
 
 
-@contextmanager
-def as_before(*paths):
-    """Afterwards the files are as they were."""
-    before = {path: path.read_bytes() for path in paths}
-    try:
-        yield
-    finally:
-        for path, data in before.items():
-            path.write_bytes(data)
-
-
 @pytest.mark.slow
 @fuzz(25, new=st.dictionaries(st.integers(0, 60), json_values, min_size=1, max_size=2), whole=st.booleans())
 def test_checkpoints_with_right_checksums_and_wrong_content(new, whole, trained):
@@ -672,7 +634,7 @@ def test_checkpoints_with_right_checksums_and_wrong_content(new, whole, trained)
     data = json.dumps(next(iter(new.values())) if whole else content, allow_nan=True).encode()
     hashes = [line for line in sums.read_text().splitlines() if not line.endswith(state.name)]
     hashes.append(f"{sha256(data).hexdigest()}  {state.name}")
-    with as_before(state, sums, folder / "config.json", *folder.glob("*.jsonl")), one_line_or_fine():
-        state.write_bytes(data)
+    others = (sums, folder / "config.json", *folder.glob("*.jsonl"))
+    with changed(state, data, *others), one_line_or_fine():
         sums.write_text("\n".join(sorted(hashes)))
         train_ppo.main([*argv, "--resume", "auto"])

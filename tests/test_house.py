@@ -38,7 +38,6 @@ def room_of(module):
 
 
 def imports_of(tree):
-    """The modules of this project that a file imports, inside functions as well."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -50,7 +49,6 @@ def imports_of(tree):
 
 
 def wrong_imports(module, imported):
-    """Those of the imported modules that a module must not import."""
     room = room_of(module)
     pairs = [(other, room_of(other)) for other in imported]
     return [other for other, its in pairs if its != room and LEVEL_OF[its] >= LEVEL_OF[room]]

@@ -11,7 +11,6 @@ from trainer.inputs import DEMO, choose_rates, count_steps
 
 
 def completed(*argv, **values):
-    """The flags of this command line."""
     return train_ppo.parse_args([*argv, *(f"--{name}={value}" for name, value in values.items())])
 
 
@@ -96,6 +95,7 @@ OWN = {"model": "x", "data_path": "x", "reward_url": "http://x"}
     ("given", "line"),
     [
         ({"mini_batch_size": 2**20 + 1}, "--mini_batch_size 1048577: must be at most 1048576"),
+        ({"entropy_top": 0}, "--entropy_top 0.0: must be"),
         ({"dual_clip": 1}, "--dual_clip 1: must be 0, for no limit, or above 1"),
         ({"min_gen_len": 65}, "--min_gen_len 65: must be at most --max_gen_len 64"),
         ({"overlong_buffer": 65}, "--overlong_buffer 65: must be at most --max_gen_len 64"),

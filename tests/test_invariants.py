@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tiny import flags, run_files
+from tiny import flags
 
 from trainer import train_ppo
 from trainer.compute.rollout_data import Rollout, length_mask
@@ -15,11 +15,6 @@ from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Step, forget_gradients, note_steps
 
 ALONE = World(0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return run_files(tmp_path_factory.mktemp("files"))
 
 
 def make_run(files, **values):
@@ -41,7 +36,6 @@ def filled_rollout(run, prompts, step=0):
 
 
 def gradients(run, minibatch):
-    """A minibatch -> (gradients of the actor and the critic, metrics of both)."""
     forget_gradients(run)
     sums, tokens = Metrics(), minibatch.response_len.sum().item()
     for name in run.learners:
@@ -91,19 +85,6 @@ def test_ratio_is_one_and_kl_zero_before_the_first_update(files):
     means = metrics.means(ALONE)
     assert means["kl/k1"] == means["kl/k3"] == 0  # the reference is the actor's start
     assert means["rollout/sampler_gap"] < 1e-5
-
-
-def test_values_start_at_the_mean_return_and_advantages_are_whitened(files):
-    run, prompts = make_run(files, critic_init="actor")
-    rollout, metrics = filled_rollout(run, prompts)
-    real, mean = rollout.advantages[rollout.mask], rollout.returns[rollout.mask].mean()
-    assert mean.abs() > 0.1
-    assert (rollout.values[rollout.mask] - mean).abs().max() < 1e-6
-    means = metrics.means(ALONE)
-    assert means["value/mean"] == pytest.approx(means["value/return"], abs=1e-6)
-    assert real.mean().abs() < 1e-6
-    assert real.std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
-    assert rollout.advantages[~rollout.mask].abs().max() == 0
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
@@ -186,7 +167,7 @@ def test_a_step_that_is_not_finite_is_no_step(files, where):
     if where == "loss":
         rollout.returns[3, 0] = torch.inf  # one minibatch of two, the critic alone
     else:
-        handle = run.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
+        run.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
     metrics = Metrics()
     train_ppo.update(run, rollout, 1, metrics)
     skipped = metrics.means(ALONE)["policy/skipped_steps"]
@@ -204,10 +185,6 @@ def test_a_step_that_is_not_finite_is_no_step(files, where):
         assert not same(before[len(actor) :], run.critic.parameters())  # its own steps were finite
         after = run.learners["actor"].optimizer.state_dict()["state"]
         assert all(moments[k]["exp_avg"].equal(after[k]["exp_avg"]) for k in moments)
-        with pytest.raises(SystemExit, match="in a row"):
-            train_ppo.update(run, rollout, 2, Metrics())
-            train_ppo.update(run, rollout, 3, Metrics())
-        handle.remove()
 
 
 def test_bad_steps_of_different_models_end_a_run_together(files):

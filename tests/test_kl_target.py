@@ -5,13 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_invariants import files, make_run
+from test_invariants import make_run
 
 from trainer.options.kl_target import KlTarget
 from trainer.runs.base import Learner
 from trainer.runs.health import Past, remedy_of
-
-assert files  # the fixture
 
 
 def controller(target=2.0, horizon=40, responses=4, coef=0.1, every=1):
@@ -52,23 +50,16 @@ def test_the_weight_by_hand_also_over_processes():
     assert it.coef == pytest.approx(0.1 * 1.1)
 
 
-def test_it_begins_with_the_first_batch_that_the_actor_has_learned_before():
-    it = controller()
+@pytest.mark.parametrize(
+    ("every", "kls", "changes"),
+    [(1, [0.0] * 3, [0, 0, -1]), (3, [0.0] * 3 + [9.0] * 4, [0, 0, 0, 1, 1, 1, 2])],
+)
+def test_each_old_actor_counts_once_and_only_after_the_actor_has_learned(every, kls, changes):
+    """Batches 0 to 2 of three each are samples of the start, whose KL is 0 whatever the weight."""
+    it = controller(every=every)
     it.learner.first_batch = 1  # critic warm-up in batch 0
-    assert [follow(it, [0.0] * 4, batch) for batch in range(3)] == pytest.approx([0.1, 0.1, 0.1 * 0.98])
-
-
-def test_each_old_actor_counts_once():
-    """Three batches each: batches 0 to 2 are samples of the start, their KL is 0 whatever the weight."""
-    it = controller(every=3)
-    it.learner.first_batch = 1
-    found = [follow(it, [9.0] * 4 if batch > 2 else [0.0] * 4, batch) for batch in range(7)]
-    assert found == pytest.approx([0.1] * 3 + [0.1 * 1.02] * 3 + [0.1 * 1.02**2])
-
-
-def test_a_kl_that_is_no_number_changes_nothing():
-    for kl in (math.nan, math.inf):
-        assert follow(controller(), [kl] * 4) == 0.1
+    found = [follow(it, [kl] * 4, batch) for batch, kl in enumerate(kls)]
+    assert found == pytest.approx([0.1 * (1.02**n if n > 0 else 0.98**-n) for n in changes])
 
 
 def test_a_horizon_shorter_than_a_batch_counts_as_one(files):

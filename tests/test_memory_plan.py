@@ -42,6 +42,9 @@ LINEAR = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
 TABLE = 10 * 32
 TOTAL = LINEAR + TABLE + 3 * 32
 ROUNDED = 2 * (TOTAL - TABLE) + 4 * TABLE  # bytes of a frozen copy, in bf16 but the embeddings
+ADAPTERS = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
+ADAPTED = {"actor": 4 * TOTAL + 4 * ADAPTERS, "critic": 4 * ADAPTERS, "gradients": 4 * ADAPTERS}
+ADAPTED |= {"moments": 8 * 2 * ADAPTERS, "reference": None}
 
 
 def case_of(*argv, model=None, start=None, rewards=(), device=CPU, dtype=BF16, shard=0, processes=1):
@@ -75,14 +78,12 @@ def standing(*argv, **more):
 
 
 def on_meta(config, reward_dtype=BF16):
-    """A policy and a reward model of this shape, without memory."""
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return policy, AutoModelForSequenceClassification.from_config(config, dtype=reward_dtype)
 
 
 def exact_llama():
-    """One whose numbers bf16 can hold."""
     model = tiny_llama(10)
     for p in model.parameters():
         p.data = p.data.to(BF16).float()
@@ -104,26 +105,16 @@ def exact_llama():
         ("--ema_beta 0.9", {}, {"average": 4 * TOTAL}),
         ("--ema_beta 0.9", {"device": GPU}, {"average": None}),  # it is in main memory
         ("--offload_frozen 1", {}, {"reference": None}),
+        # Actor, critic and reference share the frozen weights: nothing is rounded that would change
+        ("--lora_r 2", {"rewards": [tiny_llama(10)]}, ADAPTED | {"reward models": 4 * TOTAL}),
+        ("--lora_r 2", {"model": exact_llama()}, ADAPTED | {"actor": 2 * TOTAL + 4 * ADAPTERS}),
     ],
 )
 def test_what_stands_by_hand(argv, more, parts):
-    default = {"actor": 4 * TOTAL, "critic": 4 * TOTAL}
-    default |= {} if "ema" in argv else {"average": None}
+    wanted = {"actor": 4 * TOTAL, "critic": 4 * TOTAL, "average": None, "gradients": 4 * TOTAL} | parts
     found = standing(*argv.split(), **more)
-    assert {part: found.get(part) for part in default | parts} == default | parts
-    assert planned(*argv.split(), **more).phases["update"]["gradients"] == 4 * TOTAL  # of one at a time
-
-
-def test_adapters_by_hand():
-    """Actor, critic and reference share the frozen weights, in which nothing is rounded that would change."""
-    adapters = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
-    own = standing("--lora_r", "2", rewards=[tiny_llama(10)])
-    assert own["moments"] == 8 * 2 * adapters
-    assert own["actor"] == 4 * TOTAL + 4 * adapters
-    assert own["critic"] == 4 * adapters
-    assert own["reward models"] == 4 * TOTAL
-    assert "reference" not in own
-    assert standing("--lora_r", "2", model=exact_llama())["actor"] == 2 * TOTAL + 4 * adapters
+    found["gradients"] = planned(*argv.split(), **more).phases["update"]["gradients"]  # of one at a time
+    assert {part: found.get(part) for part in wanted} == wanted
 
 
 def test_a_process_of_a_sharded_run_has_its_part_of_what_stays_by_hand():

@@ -2,16 +2,25 @@
 
 import pytest
 import torch
-from test_invariants import ALONE
-from tiny import WORDS, flags, run_files, write_jsonl
+from test_invariants import ALONE, make_run
+from tiny import WORDS, run_files, write_jsonl
 
 from trainer import train_ppo
 from trainer.evaluation import evaluate_actor, evaluate_pairs
-from trainer.run import PpoRun
 from trainer.runs.metrics import Metrics
 
-SIZES = {"batch_size": 16, "mini_batch_size": 8, "max_gen_len": 8, "critic_warmup_steps": 0, "epochs": 9}
-SIZES |= {"dtype": "float32", "max_steps": 4}
+
+@torch.no_grad()
+def plain_logprobs(model, item):
+    ids = torch.tensor([item.prompt_ids + item.response_ids])
+    log_p = torch.log_softmax(model(ids).logits[0], -1)
+    return torch.stack([log_p[t - 1, ids[0, t]] for t in range(len(item.prompt_ids), ids.shape[1])])
+
+
+@torch.no_grad()
+def moved(model, seed):
+    for p in model.parameters():
+        p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
 
 
 def pair(n):
@@ -31,11 +40,6 @@ def files(tmp_path_factory):
     }
 
 
-def make_run(files, **values):
-    args = train_ppo.parse_args(flags(**{**files, **SIZES, **values}))
-    return PpoRun(args, ALONE)
-
-
 def one_batch(run, step=0):
     size = run.args.batch_size
     items = [run.data[(step * size + i) % len(run.data)] for i in range(size)]
@@ -43,23 +47,16 @@ def one_batch(run, step=0):
 
 
 def test_the_reference_counts_as_the_author_and_the_logged_score_as_the_reward(files):
-    run = make_run(files)
+    run, _ = make_run(files, epochs=9)
     batch, items = one_batch(run)
-    with torch.no_grad():  # the actor has moved: it is not the author
-        for p in run.actor.parameters():
-            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    moved(run.actor, 0)  # it is not the author
     metrics = Metrics()
     rollout = train_ppo.fill_rollout(run, 0, batch, metrics)
     assert rollout.responses() == [item.response_ids for item in items]
     assert rollout.finished.all() and batch.texts == [item.response for item in items]
     mask = rollout.mask
     for row, item in enumerate(items):
-        ids = torch.tensor([item.prompt_ids + item.response_ids])
-        with torch.no_grad():
-            log_p = torch.log_softmax(run.ref(ids).logits[0], -1)
-        start = len(item.prompt_ids)
-        wanted = [log_p[t - 1, ids[0, t]] for t in range(start, ids.shape[1])]
-        assert torch.allclose(rollout.old_logprobs[row][mask[row]], torch.stack(wanted), atol=1e-5)
+        assert torch.allclose(rollout.old_logprobs[row][mask[row]], plain_logprobs(run.ref, item), atol=1e-5)
     assert rollout.importance_weights[mask].eq(1).all()
     last = rollout.response_len - 1
     assert rollout.rewards.gather(1, last[:, None])[:, 0].tolist() == [item.score for item in items]
@@ -71,39 +68,31 @@ def test_the_reference_counts_as_the_author_and_the_logged_score_as_the_reward(f
 
 
 def test_without_an_evaluation_there_is_no_sampler(files):
-    run = make_run(files, eval_data_path="")
+    run, _ = make_run(files, epochs=9, eval_data_path="")
     assert run.sampler is None and run.held_out_pairs is None
     assert not run.reward.names and not run.best.metric
     assert not any(parts.get("sampler") for parts in run.plan.phases.values()) and not run.plan.cache
     metrics, _ = train_ppo.learn(run, 0, one_batch(run)[0])
     assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
     assert evaluate_actor(run) == ({}, {})
-    assert make_run(files).sampler is not None
+    assert make_run(files, epochs=9)[0].sampler is not None
 
 
-def plain_logprobs(model, item):
-    ids = torch.tensor([item.prompt_ids + item.response_ids])
-    log_p = torch.log_softmax(model(ids).logits[0], -1)
-    return torch.stack([log_p[t - 1, ids[0, t]] for t in range(len(item.prompt_ids), ids.shape[1])])
-
-
-@torch.no_grad()
 def test_what_an_evaluation_says_of_pairs_by_hand(files):
-    run = make_run(files)
+    run, _ = make_run(files, epochs=9)
     assert evaluate_pairs(run, run.held_out_pairs) == {"eval/chosen_preferred": 0.5}
-    for p in run.actor.parameters():
-        p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    moved(run.actor, 1)
     preferred = 0.0
     for both in run.held_out_pairs:
         now, ref = ([plain_logprobs(model, item) for item in both] for model in (run.actor, run.ref))
-        moved = [(x - y).sum() for x, y in zip(now, ref, strict=True)]
-        preferred += (moved[0] > moved[1]).float() / 21
+        chosen, rejected = ((x - y).sum() for x, y in zip(now, ref, strict=True))
+        preferred += (chosen > rejected).float() / 21
     found = evaluate_pairs(run, run.held_out_pairs)
     assert found["eval/chosen_preferred"] == pytest.approx(preferred.item())
 
 
 def test_held_out_pairs_are_preferred_after_training(files):
-    run = make_run(files, learning_rate=1e-3, max_steps=14, kl_coef=0.05)
+    run, _ = make_run(files, epochs=9, learning_rate=1e-3, max_steps=14, kl_coef=0.05)
     for step in range(12):
         train_ppo.learn(run, step, one_batch(run, step)[0])
     after, _ = evaluate_actor(run)
@@ -116,11 +105,11 @@ def test_other_prompts_are_evaluated_by_a_judge_or_by_answers(files, tmp_path):
     judge = "def score(prompts, responses, answers):\n    return [1.0] * len(responses)"
     (tmp_path / "judge.py").write_text(judge)
     path = write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": "c", "answer": "a"}] * 3)
-    run = make_run(files, eval_data_path=path, eval_reward_fn=f"{tmp_path / 'judge.py'}:score")
+    run, _ = make_run(files, epochs=9, eval_data_path=path, eval_reward_fn=f"{tmp_path / 'judge.py'}:score")
     metrics, _ = evaluate_actor(run)
     assert run.held_out_pairs is None and run.best.beaten_by(metrics, 1).metric == "eval/judge"
     assert run.display.best == "judge"
     assert metrics["eval/judge"] == 1 and metrics["eval/accuracy"] <= 1
-    plain = make_run(files, eval_data_path=write_jsonl(tmp_path / "p.jsonl", [{"prompt": "c"}]))
+    plain, _ = make_run(files, epochs=9, eval_data_path=write_jsonl(tmp_path / "p.jsonl", [{"prompt": "c"}]))
     metrics, _ = evaluate_actor(plain)
     assert metrics and plain.best.beaten_by(metrics, 1) is None

@@ -15,7 +15,6 @@ import atomic_files
 from errors import InputError
 from trainer import train_ppo
 from trainer.compute.cpu import kernels
-from trainer.runs.distributed import init_world
 from trainer.runs.resume import RunFolder
 
 HIDDEN = Path(__file__).parent / "without_unix"
@@ -158,9 +157,3 @@ def test_where_folders_cannot_be_flushed_files_are(tmp_path, monkeypatch):
     assert opened == [(tmp_path / ".a.tmp", os.O_RDWR)]
     assert len(synced) == 1
     assert (tmp_path / "a").read_text() == "text"
-
-
-def test_a_device_that_is_neither_cpu_nor_cuda_is_refused():
-    for device in ("mps", "meta"):
-        with pytest.raises(InputError, match=f"--device {device}: .*--device cpu .*only cpu and cuda"):
-            init_world(device)

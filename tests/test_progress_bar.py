@@ -8,6 +8,7 @@ import os
 import re
 import struct
 import subprocess
+from contextlib import suppress
 
 import pytest
 from tiny import LINUX, PYTHON, ROOT, WORDS, run_files, same_run, tiny_llama, train, write_jsonl
@@ -55,14 +56,9 @@ def run_in_terminal(code, **environment):
     process = subprocess.Popen(command(code), stderr=theirs, **quiet)
     os.close(theirs)
     said = b""
-    while True:
-        try:
-            piece = os.read(ours, 1 << 16)
-        except OSError:  # the other end is closed
-            break
-        if not piece:
-            break
-        said += piece
+    with suppress(OSError):  # the other end is closed
+        while piece := os.read(ours, 1 << 16):
+            said += piece
     os.close(ours)
     assert process.wait(timeout=600) == 0, said
     return shown(said.decode())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_invariants import ALONE, files, make_run
+from test_invariants import ALONE, make_run
 from tiny import WORDS, read_jsonl, run_files, train, write_jsonl
 
 from dataset.data_order import global_batch
@@ -12,8 +12,6 @@ from trainer.options.ptx import Ptx
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Step, forget_gradients
-
-assert files  # the fixture
 
 
 def demonstrations(count=40):
@@ -32,7 +30,6 @@ def ptx_path(tmp_path_factory):
 
 
 def nll(model, items):
-    """Minus the mean log-prob of the learned tokens, in plain torch, one record at a time"""
     found = []
     for ids, mask in items:
         log_p = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)

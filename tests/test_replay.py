@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_invariants import ALONE, files
+from test_invariants import ALONE
 from tiny import tiny_llama
 
 from dataset.data_order import epoch_order, local_positions, minibatch_order
@@ -15,12 +15,10 @@ from trainer.generation.sampling import noise_keys
 from trainer.options.replay import FIELDS, Replay, newest_rows
 from trainer.runs.distributed import World
 
-assert files  # the fixture
 CPU = torch.device("cpu")
 
 
 def rollout_of(seed, count=8):
-    """Responses of a random model, with the fields that a kept rollout has."""
     prompts = [[1 + (seed + i + n) % 8 for n in range(1 + i % 3)] for i in range(count)]
     rollout = sample(tiny_llama(10), prompts, noise_keys(seed, 0, range(count)), [0], 3 + seed, 1.0)
     rollout.ref_logprobs = torch.randn(rollout.sampler_logprobs.shape)

@@ -9,19 +9,19 @@ from trainer.step_metrics import batch_metrics, repetition
 ALONE = World(0, 1, torch.device("cpu"))
 
 
-def test_repetition_by_hand():
-    cases = {
-        (1, 2, 4, 1, 2, 4): 1 / 4,  # 124 241 412 124
-        (5, 5, 5, 5): 1 / 2,
-        (5, 5, 5, 5, 5, 5, 5): 4 / 5,
-        (1, 2, 4, 4, 2, 1): 0,
-        (1, 0, 0, 1, 0): 0,  # 100 001 010
-        (5, 5, 5): 0,  # a single trigram
-        (5, 5): 0,
-        (5,): 0,
-    }
-    for ids, share in cases.items():
-        assert repetition(list(ids)) == share, ids
+@pytest.mark.parametrize(
+    ("ids", "share"),
+    [
+        ([1, 2, 4, 1, 2, 4], 1 / 4),  # 124 241 412 124
+        ([5] * 4, 1 / 2),
+        ([5] * 7, 4 / 5),
+        ([1, 2, 4, 4, 2, 1], 0),
+        ([1, 0, 0, 1, 0], 0),  # 100 001 010
+        *[([5] * count, 0) for count in (1, 2, 3)],  # at most a single trigram
+    ],
+)
+def test_repetition_by_hand(ids, share):
+    assert repetition(ids) == share
 
 
 def test_scores_and_lengths_by_hand():
@@ -38,16 +38,13 @@ def test_scores_and_lengths_by_hand():
 
 @pytest.mark.parametrize("score", [0.0, 0.1, -12345.678])
 def test_scores_or_lengths_that_are_all_alike_have_no_correlation(score):
-    lengths = [[5] * n for n in (1, 2, 3, 4, 5, 6, 7)]
-    found = batch_metrics(lengths, torch.full((7,), score), ALONE)
-    assert found["reward/score_std"] == found["rollout/score_length_corr"] == 0
-    rounded = torch.full((7,), score) * (1 + 1e-7 * torch.arange(7.0))
-    assert batch_metrics(lengths, rounded, ALONE) == found
+    alike = torch.full((7,), score)
+    for scores in (alike, alike * (1 + 1e-7 * torch.arange(7.0)), alike[:1]):
+        found = batch_metrics([[5] * n for n in range(1, len(scores) + 1)], scores, ALONE)
+        assert found["reward/score_std"] == found["rollout/score_length_corr"] == 0
     found = batch_metrics([[5, 6], [6, 5], [5, 5]], torch.tensor([score, 1.0, 2.0]), ALONE)
     assert found["rollout/score_length_corr"] == 0
     assert found["reward/score_std"] > 0.1
-    alone = batch_metrics([[5, 6]], torch.tensor([score]), ALONE)
-    assert alone["reward/score_std"] == alone["rollout/score_length_corr"] == 0
 
 
 def test_responses_are_the_same_where_all_their_tokens_are():

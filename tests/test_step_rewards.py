@@ -17,7 +17,6 @@ WORDS = list("abcdefgh")
 
 
 def rollout_of(responses, finished):
-    """Responses (lists of ids) behind prompts of one and two tokens."""
     width = 2 + max(map(len, responses))
     rows = [[9] * (1 + i % 2) + ids for i, ids in enumerate(responses)]
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])

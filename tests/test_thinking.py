@@ -7,30 +7,10 @@ import json
 import shutil
 
 import pytest
+import same_runs
+import tiny
 import torch
-from same_runs import (
-    CRITIC,
-    EXACT,
-    built,
-    resumed_is_the_same,
-    run_in_two_processes,
-    same_metrics,
-    same_weights,
-    sizes,
-)
 from test_invariants import ALONE
-from tiny import (
-    ROOT,
-    WORDS,
-    flags,
-    read_jsonl,
-    request_of,
-    run_files,
-    save_policy_dir,
-    tiny_llama,
-    word_tokenizer,
-    write_jsonl,
-)
 
 import chat
 import export
@@ -60,17 +40,10 @@ CLOSED, OPENED = "assistant <think>\n\n</think>\n\n", "assistant <think>\n"
 
 
 def tokenizer_of(name, **kwargs):
-    """A tokenizer with one of the templates and these arguments of it."""
-    tokenizer = word_tokenizer([*WORDS, "user", "assistant", "<think>", "</think>"])
+    tokenizer = tiny.word_tokenizer([*tiny.WORDS, "user", "assistant", "<think>", "</think>"])
     tokenizer.chat_template = TEMPLATES.get(name)
     set_template_kwargs(tokenizer, json.dumps(kwargs))
     return tokenizer
-
-
-def files_of(folder, name):
-    files = run_files(folder)
-    policy = save_policy_dir(folder / "thinker", tokenizer_of(name), layers=2, spread=2.0)
-    return {"model": policy, "reward_fn": files["reward_fn"], "data_path": files["data_path"]}
 
 
 RENDERED = [  # template, its arguments, the end of the prompt
@@ -86,11 +59,11 @@ RENDERED = [  # template, its arguments, the end of the prompt
 @pytest.mark.parametrize(("name", "kwargs", "end"), RENDERED)
 def test_every_stage_renders_the_prompt_with_the_arguments(tmp_path, name, kwargs, end):
     tokenizer = tokenizer_of(name, **kwargs)
-    (prompt,) = RLAIFDataset(write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a b"}]), tokenizer, 64)
+    (prompt,) = RLAIFDataset(tiny.write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a b"}]), tokenizer, 64)
     assert prompt.text == f"user a b </s> {end}"
     assert prompt.prompt_ids == tokenizer(prompt.text)["input_ids"]
     demonstration = [{"prompt": "a b", "answer": "<think>\nc\n</think>\n\nd"}]
-    path = write_jsonl(tmp_path / "d.jsonl", demonstration)
+    path = tiny.write_jsonl(tmp_path / "d.jsonl", demonstration)
     if end == CLOSED:  # this answer has a thought
         with pytest.raises(InputError, match="cannot be split"):
             SFTDataset(path, tokenizer, 64)
@@ -104,7 +77,7 @@ def test_every_stage_renders_the_prompt_with_the_arguments(tmp_path, name, kwarg
 
 @pytest.mark.parametrize(("name", "thinks"), [("Qwen3", "assistant "), ("MiniMind-3", OPENED)])
 def test_a_share_of_the_prompts_thinks_whatever_their_order(tmp_path, name, thinks):
-    tokenizer, path = tokenizer_of(name), write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}] * 1000)
+    tokenizer, path = tokenizer_of(name), tiny.write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}] * 1000)
 
     def ends(ratio, seed=0, places=range(1000)):
         thinking = load_thinking(tokenizer, ratio, seed)
@@ -135,13 +108,22 @@ WRONG = [  # template, flags, what is said
 
 @pytest.fixture(scope="module")
 def thinkers(tmp_path_factory):
-    return {name: files_of(tmp_path_factory.mktemp("thinker"), name) for name in (*TEMPLATES, None)}
+    """{template: the files of a run}"""
+    folder = tmp_path_factory.mktemp("thinkers")
+    files = tiny.run_files(folder)
+    del files["reward_model"], files["missing_eos_penalty"]
+    found = {}
+    for name in (*TEMPLATES, None):
+        tokenizer = tokenizer_of(name)
+        policy = tiny.save_policy_dir(folder / str(name), tokenizer, layers=2, spread=2.0)
+        found[name] = files | {"model": policy}
+    return found
 
 
 @pytest.mark.parametrize(("name", "flags_", "message"), WRONG)
 def test_what_cannot_be_rendered_is_one_line(thinkers, tmp_path, name, flags_, message):
     with pytest.raises(InputError, match=message):
-        train_ppo.main(flags(**thinkers[name], **flags_, out_dir=tmp_path / "out"))
+        train_ppo.main(tiny.flags(**thinkers[name], **flags_, out_dir=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -176,7 +158,7 @@ def test_a_thought_by_hand(response, points, said):
         return [0.0] * len(responses)
 
     models = {"model": (model, 1.0)}
-    asked = request_of(["p"], [response], texts=[f"user p {OPENED}"])
+    asked = tiny.request_of(["p"], [response], texts=[f"user p {OPENED}"])
     parts = Reward(models, function, reasoning=False, thinking_reward=1.0)(asked)
     assert parts["thinking"].tolist() == parts["score"].tolist() == [points]
     assert seen == [said, response]  # a function gets the whole response
@@ -189,8 +171,8 @@ def test_the_format_of_2025_is_judged_as_a_whole():
     seen = []
     model = {"model": (lambda pairs: seen.extend(pairs) or torch.zeros(len(pairs)), 1.0)}
     response = "<think>\na\n</think>\n<answer>\nb\n</answer>"
-    Reward(model, reasoning=True)(request_of(["p"], [response]))
-    Judge(model, whole=True).raw_scores(request_of(["p"], [response]))
+    Reward(model, reasoning=True)(tiny.request_of(["p"], [response]))
+    Judge(model, whole=True).raw_scores(tiny.request_of(["p"], [response]))
     assert seen == [("p", response), ("p", "b"), ("p", response)]
 
 
@@ -200,7 +182,7 @@ def test_a_thought_that_the_template_has_closed_is_the_templates():
     reward = Reward(reasoning=False, thinking_reward=1.0)
     assert reward.names == ["thinking", "score"]
     texts = [f"user p </s> {end}" for end in (CLOSED, OPENED, "assistant ")]
-    parts = reward(request_of(["p"] * 3, [response] * 3, texts=texts))
+    parts = reward(tiny.request_of(["p"] * 3, [response] * 3, texts=texts))
     assert parts["thinking"].tolist() == [0.0, 1.25, 1.25]
 
 
@@ -208,34 +190,30 @@ def test_repetition_is_that_of_the_answer_and_length_that_of_the_whole():
     thought, answer = "x " * 60, "one two three four"
     reward = Reward(reasoning=False, repetition_penalty=0.5, length_reward=0.5)
     responses = [f"{thought}</think>{answer}", thought, answer]
-    parts = reward(request_of(["p"] * 3, responses))
+    parts = reward(tiny.request_of(["p"] * 3, responses))
     assert parts["repetition"].tolist() == [0.0, -0.5, 0.0]
     assert parts["length_reward"].tolist() == [0.5, 0.5, -0.5]
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    return shutil.copytree(ROOT / "model/demo/policy", tmp_path_factory.mktemp("mine") / "policy")
-
-
 def chosen(path, records, policy=None, name="Qwen3", given=None, **kwargs):
     """-> (--reasoning, the lines that say why). policy: None for random weights, or a folder."""
-    data = write_jsonl(path / "data.jsonl", records)
+    data = tiny.write_jsonl(path / "data.jsonl", records)
     more = {} if given is None else {"reasoning": given}
-    argv = flags(model=policy or path, reward_url="http://x", data_path=data, **more)
+    argv = tiny.flags(model=policy or path, reward_url="http://x", data_path=data, **more)
     args = train_ppo.parse_args(argv)
     if policy:
         inputs = load_inputs(args, ALONE)
         return args.reasoning, "\n".join(filter(None, inputs.notes))
     tokenizer = tokenizer_of(name, **kwargs)
-    model = tiny_llama(len(tokenizer), spread=2.0)
+    model = tiny.tiny_llama(len(tokenizer), spread=2.0)
     data = RLAIFDataset(data, tokenizer, 64)
     said = choose_reasoning(args, ALONE, model, tokenizer, data)
     return args.reasoning, said
 
 
-def test_the_demo_is_recognised_wherever_it_is(demo, tmp_path):
-    records = read_jsonl(ROOT / "dataset/demo/ppo.jsonl")[:40]
+def test_the_demo_is_recognised_wherever_it_is(tmp_path):
+    demo = shutil.copytree(tiny.ROOT / "model/demo/policy", tmp_path / "policy")
+    records = tiny.read_jsonl(tiny.ROOT / "dataset/demo/ppo.jsonl")[:40]
     on, said = chosen(tmp_path, records, demo)
     assert on == 1
     assert "format   --reasoning 1, as 13 of 16 first answers of the policy have <answer>" in said
@@ -263,12 +241,14 @@ def test_a_given_flag_stays(tmp_path):
         assert chosen(tmp_path, [{"prompt": "a"}], given=given) == (given, None)
 
 
-RUN = {**EXACT, **CRITIC, "max_gen_len": 6, "max_steps": 4, "eval_interval": 0}
+RUN = {**same_runs.EXACT, **same_runs.CRITIC, "max_gen_len": 6, "max_steps": 4, "eval_interval": 0}
 
 
 def test_the_arguments_stay_with_the_run_its_result_and_the_export(thinkers, tmp_path, capsys):
     closed = '{"enable_thinking": false}'
-    argv = flags(**thinkers["Qwen3"], **RUN, **sizes(8), chat_template_kwargs=closed, out_dir=tmp_path)
+    argv = tiny.flags(
+        **thinkers["Qwen3"], **RUN, **same_runs.sizes(8), chat_template_kwargs=closed, out_dir=tmp_path
+    )
     train_ppo.main(argv)
     said = capsys.readouterr().out
     assert f"\ntemplate with {closed}\n" in said
@@ -292,7 +272,9 @@ def test_the_arguments_stay_with_the_run_its_result_and_the_export(thinkers, tmp
     assert tokenizer.init_kwargs["chat_template_kwargs"] == {"enable_thinking": False}
     card = (exported / "README.md").read_text()
     assert 'add_generation_prompt=True, return_dict=True, return_tensors="pt", enable_thinking=False)' in card
-    args = built(thinkers["Qwen3"], model=pth, reasoning=0, out_dir=tmp_path / "next").args  # the next stage
+    args = same_runs.built(
+        thinkers["Qwen3"], model=pth, reasoning=0, out_dir=tmp_path / "next"
+    ).args  # the next stage
     assert args.chat_template_kwargs == closed
 
 
@@ -300,23 +282,29 @@ def test_the_arguments_stay_with_the_run_its_result_and_the_export(thinkers, tmp
     ("main", "sides"), [(train_sft.main, ["answer"]), (train_reward.main, ["chosen", "rejected"])]
 )
 def test_the_stages_before_keep_them_too(thinkers, tmp_path, main, sides, capsys):
-    data = write_jsonl(tmp_path / "stage.jsonl", [{"prompt": "a", **{name: name[0] for name in sides}}] * 20)
+    data = tiny.write_jsonl(
+        tmp_path / "stage.jsonl", [{"prompt": "a", **{name: name[0] for name in sides}}] * 20
+    )
     more = {"data_path": data, "out_dir": tmp_path / "out", "max_steps": 1, "device": "cpu"}
     kwargs = '{"enable_thinking": false}'
-    main(flags(model=thinkers["Qwen3"]["model"], chat_template_kwargs=kwargs, **more))
+    main(tiny.flags(model=thinkers["Qwen3"]["model"], chat_template_kwargs=kwargs, **more))
     assert f"\ntemplate with {kwargs}" in capsys.readouterr().out
     kept = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("tokenizer_config.json")]
     assert kept[0]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 def test_two_processes_and_a_resumed_run_render_the_same(thinkers, tmp_path):
-    held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": f"a {w}"} for w in WORDS])
+    held_out = tiny.write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": f"a {w}"} for w in tiny.WORDS])
     thinking = {"thinking_ratio": 0.5, "thinking_reward": 1, "eval_data_path": held_out}
     values = thinkers["MiniMind-3"] | RUN | thinking
     one, two, again = (tmp_path / name for name in ("one", "two", "again"))
-    train_ppo.main(flags(**values, **sizes(16), out_dir=one))
-    resumed_is_the_same(one / "r", flags(**values, **sizes(16), out_dir=again), again, 4)
-    run_in_two_processes(flags(**values, **sizes(8), out_dir=two))
-    same_weights(one / "r", two / "r", 4)
-    same_metrics(one / "r", two / "r", {"reward/thinking", "eval/thinking", "rollout/length"}, abs=1e-6)
-    assert any(line.get("reward/thinking") for line in read_jsonl(one / "r/metrics.jsonl"))
+    train_ppo.main(tiny.flags(**values, **same_runs.sizes(16), out_dir=one))
+    same_runs.resumed_is_the_same(
+        one / "r", tiny.flags(**values, **same_runs.sizes(16), out_dir=again), again, 4
+    )
+    same_runs.run_in_two_processes(tiny.flags(**values, **same_runs.sizes(8), out_dir=two))
+    same_runs.same_weights(one / "r", two / "r", 4)
+    same_runs.same_metrics(
+        one / "r", two / "r", {"reward/thinking", "eval/thinking", "rollout/length"}, abs=1e-6
+    )
+    assert any(line.get("reward/thinking") for line in tiny.read_jsonl(one / "r/metrics.jsonl"))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_invariants import files, make_run
+from test_invariants import make_run
 from tiny import tiny_llama
 
 from model.critic import CriticModel
@@ -12,17 +12,16 @@ from trainer import train_ppo
 from trainer.compute.rollout_data import length_mask
 from trainer.value_scale import AdvantageScale, ValueScale
 
-assert files  # the fixture
 STEPS = 8
 
 
 class Rows:
     """What ``ValueScale.update`` reads of a rollout: two responses, of three tokens and of one."""
 
-    def __init__(self, returns, values=None):
+    def __init__(self, returns, values=((0.0,) * 3,) * 2):
         self.mask = length_mask(torch.tensor([3, 1]), 3)
         self.outcomes = torch.tensor(returns)
-        self.values = torch.zeros(2, 3) if values is None else torch.tensor(values)
+        self.values = torch.tensor(values)
 
 
 def make_critic():
@@ -47,48 +46,33 @@ def test_another_scale_changes_no_value_and_a_line_maps_all_values():
     assert torch.allclose(critic(tokens), 0.5 * before + 2.5, atol=1e-5)
 
 
-def test_the_scale_is_the_std_of_the_batches_and_the_first_sets_slope_and_mean():
-    """Returns 1, 1, 5, 1: mean 2, variance 3. The values are ten times as large: 0.1 of them, less 1, is the
-    closest line. Then 0, 4, 4, 0: variance 4; the mean of both is 3.5."""
-    critic = make_critic()
-    first = Rows([[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]], [[10.0, 30.0, 50.0], [30.0, 9.0, 9.0]])
-    scale = ValueScale(critic)
-    tokens = torch.randint(10, (2, 5))
-    before = critic(tokens)
-    update(scale, first)
-    assert critic.scale == pytest.approx(math.sqrt(3))
-    assert first.values.tolist() == [pytest.approx([0, 2, 4], abs=1e-6), pytest.approx([2, 0, 0])]
-    assert torch.allclose(critic(tokens), 0.1 * before - 1, atol=1e-5)
-    second = Rows([[0.0, 4.0, 4.0], [0.0, 9.0, 9.0]])
-    update(scale, second)
-    assert critic.scale == pytest.approx(math.sqrt(3.5))
-    assert second.values.abs().max() == 0  # only the first batch is fitted
-    assert torch.allclose(critic(tokens), 0.1 * before - 1, atol=1e-5)
+RETURNS = [[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]]  # mean 2, variance 3, and padding
+FIRST = {  # returns, values; the line that maps the values; the variance afterwards
+    "values ten times as large: 0.1 of them, less 1, is closest; then variance 4, and no other line": [
+        (RETURNS, [[10.0, 30.0, 50.0], [30.0, 9.0, 9.0]], (0.1, -1.0), 3.0),
+        ([[0.0, 4.0, 4.0], [0.0, 9.0, 9.0]], [[0.0] * 3] * 2, (1.0, 0.0), 3.5),
+    ],
+    "the error 1, 1, 3, 1 is less than the returns vary: only its mean is added": [
+        (RETURNS, [[0.0, 0.0, 2.0], [0.0, 9.0, 9.0]], (1.0, 1.5), 3.0)
+    ],
+    "equal returns say something about the mean only": [
+        ([[3.0] * 3] * 2, [[10.0, 30.0, 50.0], [30.0, 9.0, 9.0]], (1.0, -27.0), 1.0),
+        (RETURNS, [[-17.0, 3.0, 23.0], [3.0, 9.0, 9.0]], (0.1, 1.7), 3.0),
+    ],
+}
 
 
-def test_values_that_explain_something_keep_their_slope():
-    """Their error is 1, 1, 3, 1: less than the returns vary. Only its mean is added."""
-    critic = make_critic()
-    tokens = torch.randint(10, (2, 5))
-    before = critic(tokens)
-    batch = Rows([[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]], [[0.0, 0.0, 2.0], [0.0, 9.0, 9.0]])
-    update(ValueScale(critic), batch)
-    assert batch.values.tolist() == [[1.5, 1.5, 3.5], [1.5, 0.0, 0.0]]
-    assert torch.allclose(critic(tokens), before + 1.5, atol=1e-5)
-
-
-def test_a_first_batch_of_equal_returns_sets_the_mean_only():
-    """The reward model's head, with which the critic begins, stays until returns say something about it."""
-    critic = make_critic()
-    scale = ValueScale(critic)
-    tokens = torch.randint(10, (2, 5))
-    before = critic(tokens)
-    equal = Rows([[3.0, 3.0, 3.0], [3.0, 9.0, 9.0]], [[10.0, 30.0, 50.0], [30.0, 9.0, 9.0]])
-    update(scale, equal)
-    assert torch.allclose(critic(tokens), before - 27, atol=1e-5)  # the values' mean is 30
-    assert equal.values.tolist() == [[-17.0, 3.0, 23.0], [3.0, 0.0, 0.0]]
-    update(scale, Rows([[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]], [[-17.0, 3.0, 23.0], [3.0, 9.0, 9.0]]))
-    assert torch.allclose(critic(tokens), 0.1 * (before - 27) + 1.7, atol=1e-5)
+@pytest.mark.parametrize("batches", FIRST.values(), ids=FIRST)
+def test_the_scale_is_the_std_of_the_batches_and_the_first_sets_slope_and_mean(batches):
+    critic, tokens = make_critic(), torch.randint(10, (2, 5))
+    scale, wanted = ValueScale(critic), critic(tokens)
+    for returns, values, (slope, shift), variance in batches:
+        batch = Rows(returns, values)
+        update(scale, batch)
+        wanted = slope * wanted + shift
+        assert torch.allclose(critic(tokens), wanted, atol=1e-5)
+        assert torch.allclose(batch.values, batch.mask * (slope * torch.tensor(values) + shift), atol=1e-6)
+        assert critic.scale == pytest.approx(math.sqrt(variance))
 
 
 ONE = [1.0] * 20  # batches whose returns have these standard deviations

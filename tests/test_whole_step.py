@@ -14,24 +14,22 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from tiny import WORDS, flags, read_jsonl, save_policy_dir, word_tokenizer, write_jsonl
+from tiny import WORDS, flags, read_jsonl, run_files, write_jsonl
 
 from dataset.data_order import epoch_order
-from model.loading import load_policy
+from model.loading import load_policy, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
 from trainer.compute import scoring
 from trainer.generation.sampling import noise_keys, uniform
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
+from trainer.step_metrics import batch_metrics, repetition
 
 ALONE = World(0, 1, torch.device("cpu"))
 
 STEPS = 3
-REWARD = """def score(prompts, responses, answers):
-    return [r.split().count("a") - 0.1 * len(r) for r in responses]
-
-def steps(prompts, responses, answers):
+REWARD = """def steps(prompts, responses, answers):
     places = [[i for i, c in enumerate(r) if c == "a"] for r in responses]
     return [[(None, -0.1 * len(r)), *((i, 1) for i in mine)] for r, mine in zip(responses, places)]
 """
@@ -155,7 +153,6 @@ class Plain:
         return chosen, -(log_p.exp() * log_p).sum(-1), balance_losses(output, mask, model.config)
 
     def values(self, rows):
-        """-> (values of the states before the response tokens, balance loss of each sequence)"""
         tokens, mask, mine = self.inputs(rows)
         output = self.critic.backbone(tokens, attention_mask=mask, **asked_of(self.critic.backbone))
         head = self.critic.value_head
@@ -209,19 +206,16 @@ class Plain:
         numbers["rollout/finished"] = ended
         lengths = [len(ids) for ids in responses]
         numbers |= {**over, "reward/score": scores.tolist(), "rollout/length": lengths}
-        numbers["rollout/repetition"] = [repeated_trigrams(ids) for ids in responses]
+        numbers["rollout/repetition"] = [repetition(ids) for ids in responses]
         means = {name: sum(x) / len(x) for name, x in numbers.items()}
-        means["reward/score_std"] = scores.std(correction=0).item()
+        means |= batch_metrics(responses, scores, ALONE)  # by hand in test_step_metrics.py, as repetition is
         if (count := self.args.num_generations) > 1:
             groups = [{*scores.tolist()[i : i + count]} for i in range(0, len(scores), count)]
             means["rollout/equal_groups"] = sum(len(group) == 1 for group in groups) / len(groups)
-        means["rollout/distinct"] = len({tuple(ids) for ids in responses}) / len(responses)
-        means["rollout/score_length_corr"] = np.corrcoef(scores, lengths)[0, 1]
         return means
 
     @torch.no_grad()
     def gap_of_samples(self):
-        """How far the sampler's log-probs of the new batch are from the old actor's"""
         logprobs = self.policy(self.old_actor, list(range(self.first_new, len(self.prompt_len))))[0]
         return (logprobs - self.sampled_logprobs[self.new]).abs().max()
 
@@ -498,11 +492,6 @@ def same_weights(untouched, model):
     return mine.requires_grad_(True)
 
 
-def repeated_trigrams(ids):
-    trigrams = [tuple(ids[t : t + 3]) for t in range(len(ids) - 2)]
-    return sum(x in trigrams[:t] for t, x in enumerate(trigrams)) / max(len(trigrams), 1)
-
-
 def asked_of(model):
     return {"output_router_logits": True} if "use_moe" in vars(model.config) else {}
 
@@ -525,28 +514,26 @@ def balance_losses(output, mask, config):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(48)]
+    found = run_files(folder, count=48)
+    prompts = read_jsonl(found["data_path"])
     answers = [" ".join(WORDS[n * i % 8] for i in range(n % 6)) for n in range(48)]
     logged = [{**p, "answer": x, "score": len(x) % 7 - 3} for p, x in zip(prompts, answers, strict=True)]
-    (folder / "combine.py").write_text(REWARD)
+    (folder / "steps.py").write_text(REWARD)
     torch.manual_seed(0)
+    tokenizer = load_tokenizer(found["model"])
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
     experts = MiniMindConfig(**sizes, use_moe=True, eos_token_id=0, router_aux_loss_coef=0.5)
     MiniMindForCausalLM(experts).save_pretrained(folder / "experts")
     tokenizer.save_pretrained(folder / "experts")
-    return {
-        "dense": save_policy_dir(folder / "dense", tokenizer, layers=2, spread=2.0),
+    return found | {
         "experts": str(folder / "experts"),
-        "reward_fn": f"{folder / 'combine.py'}:score",
-        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
+        "steps": f"{folder / 'steps.py'}:steps",
         "offline_data_path": write_jsonl(folder / "logged.jsonl", logged),
         "ptx_data_path": write_jsonl(folder / "ptx.jsonl", [{"text": p["prompt"] + " h h"} for p in prompts]),
     }
 
 
 def disturb(model, seed, size):
-    """Add noise to every weight, and to the few weights of a value head more."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -556,9 +543,8 @@ def disturb(model, seed, size):
 def start(files, experts=False, steps=False, logged=False, **values):
     """-> (run, prompts, ``Plain``), all models disturbed by noise of their own."""
     named = {name: files[name] for name in (["offline_data_path"] if logged else ["reward_fn", "data_path"])}
-    named["model"] = files["experts" if experts else "dense"]
-    if steps:
-        named["reward_fn"] = named["reward_fn"].replace(":score", ":steps")
+    named["model"] = files["experts" if experts else "model"]
+    named |= {"reward_fn": files["steps"]} if steps else {}
     named |= {"ptx_data_path": files["ptx_data_path"]} if "ptx_coef" in values else {}
     given = {name: x for name, x in {**named, **FLAGS, **values}.items() if x is not None}
     args = train_ppo.parse_args(flags(**given))

@@ -174,7 +174,6 @@ def launch(argv, script=SCRIPT, **environment):
 
 
 def launch_torchrun(processes, argv, *options, script=SCRIPT, **environment):
-    """The same under torchrun, on any free port."""
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     command = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command += options or rendezvous
@@ -247,13 +246,15 @@ def without_time(records):
     return [{k: v for k, v in r.items() if not k.startswith("perf/")} for r in records]
 
 
-def same_run(one, other, step):
+def same_run(one, other, step, but="optimizer"):
     """AssertionError unless two run folders hold the same weights, bit for bit, and the same lines."""
-    held = sorted((Path(one) / "checkpoints" / f"step_{step}").glob("*.safetensors"))
-    for name in [path.stem for path in held if "optimizer" not in path.stem]:
-        left, right = (load_weights(folder, step, name) for folder in (one, other))
+    folders = Path(one), Path(other)
+    held = sorted((folders[0] / "checkpoints" / f"step_{step}").glob("*.safetensors"))
+    for name in [path.stem for path in held if but not in path.stem]:
+        left, right = (load_weights(folder, step, name) for folder in folders)
         assert left.keys() == right.keys()
         assert all(left[key].equal(right[key]) for key in left), f"{name} differs"
-    for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
-        left, right = (without_time(read_jsonl(Path(folder) / name)) for folder in (one, other))
+    samples = {path.name for folder in folders for path in folder.glob("*samples.jsonl")}
+    for name in ("metrics.jsonl", *samples):
+        left, right = (without_time(read_jsonl(folder / name)) for folder in folders)
         assert left == right, f"{name} differs"
