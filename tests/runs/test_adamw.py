@@ -1,11 +1,8 @@
-"""AdamW with moments in bf16: its formulas beside torch's, random rounding, and runs that use it."""
+"""AdamW with moments in bf16: its formulas beside torch's, and random rounding."""
 
 import math
-import shutil
-from functools import partial
 
 import pytest
-import test_stages
 import torch
 from torch.optim import AdamW
 
@@ -95,17 +92,3 @@ def test_bits_depend_on_seed_step_and_parameter_alone():
     assert not one[0].equal(one[1])  # another parameter
     ups = [x > x.float().mean() for x in (one[0], one[2])]
     assert not ups[0].equal(ups[1])  # another step
-
-
-stage_files = test_stages.files  # a fixture
-
-
-@pytest.mark.parametrize("kind", ["sft", "reward"])
-def test_stages_have_it_and_resume_too(stage_files, tmp_path, kind):
-    argv = partial(test_stages.argv_of, stage_files, kind, moments_dtype="bfloat16")
-    test_stages.SCRIPTS[kind].main(argv(tmp_path / "whole"))
-    half = shutil.copytree(tmp_path / "whole" / "r", tmp_path / "half" / "r")
-    test_stages.SCRIPTS[kind].main(argv(tmp_path / "half", resume=half / "checkpoints" / "step_4"))
-    for name in ("model", "optimizer"):
-        last = f"checkpoints/step_6/{name}.safetensors"
-        assert (half / last).read_bytes() == (tmp_path / "whole" / "r" / last).read_bytes()

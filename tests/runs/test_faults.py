@@ -1,33 +1,18 @@
 """Failures during a run: rewards that fail or hang, unusual responses, memory that runs out."""
 
-import contextlib
 import json
-import signal
-import time
 
 import pytest
+import tiny
 import torch
+from same_runs import same_weights
 from test_invariants import filled_rollout, gradients, make_run, same
-from tiny import (
-    ROOT,
-    WORDS,
-    finish,
-    flags,
-    launch,
-    load_weights,
-    read_jsonl,
-    run_files,
-    save_policy_dir,
-    tiny_llama,
-    word_tokenizer,
-    write_jsonl,
-)
+from tiny import WORDS, flags, load_weights, read_jsonl, run_files, word_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 from errors import InputError
 from trainer import train_ppo
 from trainer.compute.memory import attempt, each_micro_batch
-from trainer.rewards.reward_function import TimeUp, time_limit
 from trainer.runs import optimizer_step
 
 RUN = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 4, "epochs": 9, "device": "cpu"}
@@ -47,45 +32,52 @@ def metrics_of(folder):
     return [m for m in read_jsonl(folder / "r" / "metrics.jsonl") if m["step"]]
 
 
-SHIELD = "try:\n        while True: pass\n    except Exception: pass"
-FAULTS = {
+SHIELDED = (
+    "try:\n    time.sleep(100)\nexcept BaseException: pass\ntime.sleep(100)"  # the time is up every second
+)
+FAULTS = {  # what it may return: rewards/test_reward_function.py, test_fuzz.py
     "it raises": ("raise ValueError('no')", r"ValueError: no at .*combine.py:\d+"),
-    "it raises many lines": ("raise ValueError('x\\n' * 1000)", "ValueError: x"),
+    "its error has many lines": ("raise ValueError('x\\n' * 1000)", "ValueError: x"),
     "it leaves": ("sys.exit(3)", "SystemExit: 3"),
     "it interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
     "it hangs": ("time.sleep(100)", "no answer after 1 s; speed it up or raise --reward_timeout"),
-    "it hangs and shields itself": (SHIELD, "no answer after 1 s"),
-    "one score too few": ("scores.pop()", "returned 7 scores for 8 responses"),
-    "one too many": ("scores.append(0.0)", "returned 9 scores for 8"),
-    "it takes a response away": ("scores.pop(); responses.pop()", "returned 7 scores for 8"),
+    "it hangs and shields itself": (SHIELDED, "no answer after 1 s"),
     "NaN": ("scores[3] = float('nan')", "the score nan for the response"),
-    "infinity": ("scores[3] = float('-inf')", "the score -inf for the response"),
-    "too large for fp32": ("scores[3] = 1e300", "the score inf for the response"),
-    "text": ("scores[3] = 'good'", r"score 4 is 'good' \(str\); it must be a number"),
-    "None": ("scores[3] = None", "NoneType"),
-    "complex numbers": ("scores[3] = 1j", "complex"),
+    "it raises in an evaluation": ("raise ValueError('no')", "ValueError: no"),
 }
 
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_reward_that_fails_saves_and_ends_in_one_line(files, tmp_path, monkeypatch, capsys, what):
+    """At the second call, or in the evaluation after step 2: the first one is two calls, as both steps."""
     code, message = FAULTS[what]
-    monkeypatch.setenv("FAULT", code.replace("\n    ", "\n"))
-    monkeypatch.setenv("FAULT_AT", "2")
+    argv = argv_of(files, tmp_path, reward_timeout=1)
+    evaluates = what == "it raises in an evaluation"
+    if evaluates:
+        argv += flags(eval_data_path=files["data_path"], eval_interval=2)
+    fail(monkeypatch, code, call=5 if evaluates else 2)
     with pytest.raises(InputError, match=message) as error:
-        train_ppo.main(argv_of(files, tmp_path, reward_timeout=1))
+        train_ppo.main(argv)
     assert str(error.value).startswith("--reward_fn")
     assert len(str(error.value)) < 500
-    assert f"saved: {tmp_path / 'r' / 'checkpoints' / 'step_1'}\n" in capsys.readouterr().out
-    if what in ("it raises", "it hangs"):
+    saved = tmp_path / "r" / "checkpoints" / f"step_{2 if evaluates else 1}"
+    assert f"saved: {saved}\n" in capsys.readouterr().out
+    if what.startswith("it raises") or what == "it hangs":
         monkeypatch.delenv("FAULT_AT")
-        train_ppo.main(argv_of(files, tmp_path, resume="auto"))
-        assert [m["step"] for m in metrics_of(tmp_path)] == [1, 2, 3, 4]
+        train_ppo.main([*argv, "--resume", "auto"])
+        steps = metrics_of(tmp_path)
+        assert [m["step"] for m in steps] == [1, 2, 3, 4]
+        assert ("eval/score" in steps[-1]) is evaluates
+
+
+def fail(monkeypatch, code, call=2):
+    """At this call of it the reward function executes the code."""
+    monkeypatch.setenv("FAULT", code)
+    monkeypatch.setenv("FAULT_AT", str(call))
 
 
 def test_a_run_folder_that_is_removed_is_noticed_in_the_same_step(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FAULT", f"import shutil; shutil.rmtree({str(tmp_path / 'r')!r})")
-    monkeypatch.setenv("FAULT_AT", "2")
+    fail(monkeypatch, f"import shutil; shutil.rmtree({str(tmp_path / 'r')!r})")
     with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be written \(No such file"):
         train_ppo.main(argv_of(files, tmp_path))
     assert not (tmp_path / "r").exists()
@@ -100,24 +92,8 @@ def test_a_reward_model_of_nan_is_one_line(files, tmp_path):
         model.score.weight[0, 0] = torch.nan
     model.save_pretrained(tmp_path / "nan")
     word_tokenizer(WORDS, chat=True).save_pretrained(tmp_path / "nan")
-    argv = argv_of(files | {"reward_model": str(tmp_path / "nan")}, tmp_path, critic_init="actor")
     with pytest.raises(InputError, match="--reward_model: the score nan for the response"):
-        train_ppo.main(argv)
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
-def test_time_limit():
-    with pytest.raises(TimeUp), time_limit(0.05):  # every second, whatever the code does with it
-        with contextlib.suppress(BaseException):
-            while True:
-                pass
-        while True:
-            pass
-    with time_limit(0):
-        pass
-    with time_limit(0.1):  # the alarm does not fire later
-        pass
-    time.sleep(0.2)
+        train_ppo.main(argv_of(files, tmp_path, reward_model=tmp_path / "nan", critic_init="actor"))
 
 
 POOL = """import multiprocessing
@@ -138,71 +114,56 @@ def score(prompts, responses, answers):
 def test_a_reward_function_may_fork_and_change_what_it_is_given(files, tmp_path):
     (tmp_path / "pool.py").write_text(POOL)
     messages = [{"prompt": [{"role": "user", "content": f"{a} {b}"}]} for a in WORDS for b in WORDS]
-    change = {"data_path": write_jsonl(tmp_path / "messages.jsonl", messages)}
-    change |= {"reward_fn": f"{tmp_path / 'pool.py'}:score", "reward_timeout": 60, "max_steps": 2}
-    _, err = finish(launch(argv_of(files | change, tmp_path)))
+    change = {"data_path": tiny.write_jsonl(tmp_path / "messages.jsonl", messages)}
+    change |= {"reward_fn": f"{tmp_path / 'pool.py'}:score", "max_steps": 2}
+    _, err = tiny.finish(tiny.launch(argv_of(files | change, tmp_path)))
     assert "stopping" not in err
     assert "CHANGED" not in (tmp_path / "r" / "samples.jsonl").read_text()
 
 
-def test_a_reward_that_fails_in_an_evaluation_saves_what_was_learned(files, tmp_path, monkeypatch, capsys):
-    """The fifth call fails: two are the first evaluation, two are steps, the fifth is the next evaluation."""
-    monkeypatch.setenv("FAULT", "raise ValueError('no')")
-    monkeypatch.setenv("FAULT_AT", "5")
-    more = {"eval_data_path": files["data_path"], "eval_interval": 2}
-    with pytest.raises(InputError, match="ValueError: no"):
-        train_ppo.main(argv_of(files, tmp_path, **more))
-    assert f"saved: {tmp_path / 'r' / 'checkpoints' / 'step_2'}\n" in capsys.readouterr().out
-    monkeypatch.delenv("FAULT_AT")
-    train_ppo.main(argv_of(files, tmp_path, resume="auto", **more))
-    assert [(m["step"], "eval/score" in m) for m in metrics_of(tmp_path)][3] == (4, True)
+def always_end(model):
+    model.generation_config.eos_token_id = list(range(model.config.vocab_size))
 
 
-NOTHING_TO_EXPLAIN = {"value/explained_variance"}  # null: all returns are equal
+def never_end(model):
+    """The EOS has a logit of 0: at a low temperature it is hardly ever sampled."""
+    model.get_input_embeddings().weight[0].zero_()
 
 
-def run_with(files, folder, change, **more):
-    """Train with a policy that was changed -> the lines of metrics.jsonl of its steps."""
+SAME = "def score(prompts, *more):\n    return [1.0] * len(prompts)\n"
+ALL_SAME = {"reward_fn": "same.py:score", "reward_model": "", "missing_eos_penalty": 0, "reasoning": 0}
+
+
+# a change of the policy, flags, and metrics of every step
+@pytest.mark.parametrize(
+    ("change", "more", "wanted"),
+    [
+        (always_end, {}, {"rollout/length": 1.0, "rollout/finished": 1.0}),
+        (never_end, {"temperature": 0.03}, {"rollout/finished": 0.0, "reward/missing_eos": -1.0}),
+        (lambda model: None, ALL_SAME, {"reward/score_std": 0.0}),
+    ],
+    ids=["all are empty", "none ends", "all score the same"],
+)
+def test_unusual_responses_are_trained_on_and_break_nothing(
+    files, tmp_path, monkeypatch, change, more, wanted
+):
     tokenizer = word_tokenizer(WORDS, chat=True)
-    model = tiny_llama(len(tokenizer), layers=2, spread=2.0)
+    model = tiny.tiny_llama(len(tokenizer), layers=2, spread=2.0)
     with torch.no_grad():
         change(model)
-    model.save_pretrained(folder / "policy")
-    tokenizer.save_pretrained(folder / "policy")
-    train_ppo.main(argv_of({**files, "model": str(folder / "policy"), **more}, folder))
-    found = metrics_of(folder)
-    assert sum(m["policy/skipped_steps"] for m in found) == 0
-    assert {name for m in found for name in m if m[name] is None} <= NOTHING_TO_EXPLAIN
-    assert all(p.isfinite().all() for p in load_weights(folder / "r", 4).values())
-    return found
-
-
-def test_empty_responses_are_trained_on(files, tmp_path):
-    """Every token ends the response: all texts are empty."""
-
-    def always_end(model):
-        model.generation_config.eos_token_id = list(range(model.config.vocab_size))
-
-    found = run_with(files, tmp_path, always_end)
-    assert {s["response"] for s in read_jsonl(tmp_path / "r" / "samples.jsonl")} == {""}
-    assert {(m["rollout/length"], m["rollout/finished"]) for m in found} == {(1.0, 1.0)}
-
-
-def test_a_batch_where_no_response_ends(files, tmp_path):
-    """The EOS has a logit of 0: at this temperature it is hardly ever sampled. All get the same penalty."""
-
-    def never_end(model):
-        model.get_input_embeddings().weight[0].zero_()
-
-    found = run_with(files, tmp_path, never_end, temperature=0.03)
-    assert {(m["rollout/finished"], m["reward/missing_eos"]) for m in found} == {(0.0, -1.0)}
-
-
-def test_rewards_that_are_all_the_same_teach_nothing_and_break_nothing(files, tmp_path):
-    (tmp_path / "same.py").write_text("def score(prompts, *more):\n    return [1.0] * len(prompts)\n")
-    change = {"reward_fn": f"{tmp_path / 'same.py'}:score", "reward_model": "", "missing_eos_penalty": 0}
-    found = run_with(files, tmp_path, lambda model: None, reasoning=0, **change)
-    assert {m["reward/score_std"] for m in found} == {0.0}
+    model.save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    (tmp_path / "same.py").write_text(SAME)
+    monkeypatch.chdir(tmp_path)
+    train_ppo.main(argv_of({**files, "model": str(tmp_path / "policy"), **more}, tmp_path))
+    for metrics in metrics_of(tmp_path):
+        assert {name: metrics[name] for name in wanted} == wanted
+        assert metrics["policy/skipped_steps"] == 0
+        # null where all returns are equal: nothing to explain
+        assert {name for name in metrics if metrics[name] is None} <= {"value/explained_variance"}
+    assert all(p.isfinite().all() for p in load_weights(tmp_path / "r", 4).values())
+    texts = {s["response"] for s in read_jsonl(tmp_path / "r" / "samples.jsonl")}
+    assert (texts == {""}) is (change is always_end)
 
 
 def full(rows, most):
@@ -254,24 +215,23 @@ def test_out_of_memory_of_the_system_is_done_again_with_less_or_one_line(files, 
     """Long prompts, and a policy whose activations need more memory than all else."""
     prompts = [{"prompt": " ".join(WORDS[(i + n) % 8] for i in range(60))} for n in range(64)]
     wide = {"hidden": 64, "layers": 8, "intermediate_size": 512}
-    model = save_policy_dir(tmp_path / "wide", word_tokenizer(WORDS, chat=True), **wide)
-    given = {"model": model, "data_path": write_jsonl(tmp_path / "long.jsonl", prompts), "reward_model": ""}
+    model = tiny.save_policy_dir(tmp_path / "wide", word_tokenizer(WORDS, chat=True), **wide)
+    given = {"data_path": tiny.write_jsonl(tmp_path / "long.jsonl", prompts), "reward_model": ""}
     given |= {"batch_size": 32, "mini_batch_size": 32, "max_gen_len": 20, "dtype": "float32", "reasoning": 0}
-    given = files | given | {"max_steps": 2, "critic_warmup_steps": 0}
+    given = files | given | {"model": model, "max_steps": 2, "critic_warmup_steps": 0}
     # freed memory goes back to the system
     at_once = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
     (tmp_path / "cramped.py").write_text(CRAMPED)
 
     def run_in(room, code):
-        argv = [str(ROOT), *argv_of(given, tmp_path / room)]
-        return finish(launch(argv, script=tmp_path / "cramped.py", ROOM=room, **at_once), code=code)
+        argv = [str(tiny.ROOT), *argv_of(given, tmp_path / room)]
+        return tiny.finish(tiny.launch(argv, script=tmp_path / "cramped.py", ROOM=room, **at_once), code=code)
 
     assert "note: memory ran out in step 1; updates take fewer tokens at a time" in run_in("100", code=0)[0]
     train_ppo.main(argv_of(given, tmp_path / "roomy"))
     roomy, cramped = (tmp_path / name / "r" for name in ("roomy", "100"))
     assert token_budget(cramped) <= token_budget(roomy) // 2
-    left, right = (load_weights(folder, 2) for folder in (roomy, cramped))
-    assert max((left[k] - right[k]).abs().max().item() for k in left) < 1e-5
+    same_weights(roomy, cramped, 2)
     _, err = run_in("1", code=2)
     assert err.startswith("error: out of memory for a single sequence of ")
     assert err.count("\n") == 1

@@ -15,27 +15,19 @@ from trainer.runs.health import RULES, TABLE, WINDOW, Health, Past, one_line, sp
 
 PICTURES = True  # see pictures.py
 
-
-def numbers(text):
-    """ "kl/k1 0.03 …" -> {"kl/k1": 0.03, …}"""
-    words = text.split()
-    return dict(zip(words[::2], map(float, words[1::2]), strict=True))
-
-
 DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")  # python trainer/train_ppo.py, seed 42
 # A step as the demo's, a little rounded.
-USUAL = numbers("""
-    kl/k1 0.03  kl/sequence 0.8  rollout/finished 1  rollout/length 28  rollout/sampler_gap 0.0002
-    rollout/importance_weight 1  rollout/importance_ess 1  rollout/repetition 0.05  rollout/distinct 0.98
-    rollout/score_length_corr 0.1  rollout/equal_groups 0.1  reward/score 1  reward/score_std 1
-    reward/at_limit 0  reward/format 0.5  policy/loss 0  policy/approx_kl 0.002  policy/clip_fraction 0.01
-    policy/ratio 1  policy/first_ratio 1  policy/entropy 0.1  policy/advantage_std 1  policy/grad_norm 0.5
-    policy/early_stop 0  policy/skipped_steps 0  value/explained_variance 0.1  value/clip_fraction 0.01
-""")
-FLAGS = numbers("""
-    learning_rate 5e-4  critic_learning_rate 5e-4  kl_coef 0.02  ppo_epochs 4  update_old_actor_freq 1
-    clip_epsilon 0.2  cliprange_value 0.5  missing_eos_penalty 1  target_kl 0  lam 0.95  grad_clip 1
-""")
+USUAL = {"kl/k1": 0.03, "kl/sequence": 0.8, "rollout/finished": 1, "rollout/length": 28}
+USUAL |= {"rollout/sampler_gap": 0.0002, "rollout/importance_weight": 1, "rollout/importance_ess": 1}
+USUAL |= {"rollout/repetition": 0.05, "rollout/distinct": 0.98, "rollout/score_length_corr": 0.1}
+USUAL |= {"rollout/equal_groups": 0.1, "reward/score": 1, "reward/score_std": 1, "reward/at_limit": 0}
+USUAL |= {"reward/format": 0.5, "policy/loss": 0, "policy/approx_kl": 0.002, "policy/clip_fraction": 0.01}
+USUAL |= {"policy/ratio": 1, "policy/first_ratio": 1, "policy/entropy": 0.1, "policy/advantage_std": 1}
+USUAL |= {"policy/grad_norm": 0.5, "policy/early_stop": 0, "policy/skipped_steps": 0}
+USUAL |= {"value/explained_variance": 0.1, "value/clip_fraction": 0.01}
+FLAGS = {"learning_rate": 0.0005, "critic_learning_rate": 0.0005, "kl_coef": 0.02, "ppo_epochs": 4}
+FLAGS |= {"update_old_actor_freq": 1, "clip_epsilon": 0.2, "cliprange_value": 0.5}
+FLAGS |= {"missing_eos_penalty": 1, "target_kl": 0, "lam": 0.95, "grad_clip": 1}
 FLAGS |= {"script": "train_ppo.py", "batch_size": 128, "processes": 1, "dtype": "float32", "total_steps": 46}
 FLAGS |= {"reward_model": ["JUDGE"], "max_gen_len": 64, "max_seq_len": 256}
 FACTS = {"prompts": 5888, "dropped_share": 0.0, "held_out": 500, "missing_header": "", "fewer_ids": None}
@@ -55,7 +47,6 @@ def findings(changes, facts=FACTS, **args):
 
 
 def found_in(changes, facts=FACTS, **args):
-    """{name: (level, step)}"""
     return {name: (f.level, f.step) for name, f in findings(changes, facts, **args).items()}
 
 
@@ -65,10 +56,8 @@ def run_of(count, late, early=None, turn=12):
     return [{"reward/score": 1 + 0.03 * n + 0.1 * (n % 2), **change} for n, change in enumerate(steps)]
 
 
-def flat(count, **change):
-    """Steps whose score does not rise. change: of metrics, with "_" for "/"."""
-    change = {name.replace("_", "/", 1): x for name, x in change.items()}
-    return [{"reward/score": 1 + 0.1 * (n % 2), **change} for n in range(count)]
+def flat(count, change=()):
+    return [{"reward/score": 1 + 0.1 * (n % 2), **dict(change)} for n in range(count)]
 
 
 def evaluated(changes, *values, name="eval/accuracy"):
@@ -79,8 +68,11 @@ def evaluated(changes, *values, name="eval/accuracy"):
     return changes
 
 
-def test_a_healthy_run_has_no_finding_and_what_is_missing_is_silent():
+def test_a_healthy_run_has_no_finding_and_neither_have_stages_1_and_2_and_what_is_missing_is_silent():
     assert len(DEMO) == 47
+    falls = [{"step": n, "train/loss": 9.0, "eval/accuracy": 0.9 - 0.2 * (n > 20)} for n in range(30)]
+    for script in ("train_sft.py", "train_reward.py"):
+        assert health_of(falls, {"script": script, "batch_size": 1, "learning_rate": 1.0}).sorted == []
     little = [{"step": 0, "eval/score": 1.0}, {"step": 1, "train/loss": 3.0}]
     for records in (DEMO, [], [{"step": 0}], little):
         assert health_of(records).sorted == []
@@ -153,6 +145,7 @@ def ended(*shares):
 
 NO_ADVANTAGE, SAME = {"policy/advantage_std": 0.0}, {"reward/score_std": 0.0}
 FAR, NEAR = ([{"reward/score": 1.05 - fall}] * WINDOW for fall in (0.212, 0.208))  # see ``LIMITS``
+RAW = [step | {"reward/score_raw": 5.0} for step in (*flat(WINDOW), *FAR)]
 STUCK = {"kl/sequence": 0.01}
 FEW = {"batch_size": 4, "processes": 2}
 FREE = {"missing_eos_penalty": 0.0}
@@ -212,23 +205,25 @@ CASES = [
     ([*flat(WINDOW), *FAR[1:]], {}, {}),  # not yet for long
     ([*flat(WINDOW), *NEAR], {}, {"score_does_not_rise": ("look", 2 * WINDOW)}),
     # --normalize_reward: only the raw score can be compared
-    (
-        [x | {"reward/score_raw": 5.0} for x in (*flat(WINDOW), *FAR)],
-        {},
-        {"score_does_not_rise": ("look", 2 * WINDOW)},
-    ),
+    (RAW, {}, {"score_does_not_rise": ("look", 2 * WINDOW)}),
     (evaluated([*flat(WINDOW), *FAR], 0.6, 0.9), {}, {}),
-    (flat(20, kl_sequence=0.11), {}, {"score_does_not_rise": ("look", 20)}),
-    (flat(20, kl_sequence=0.09), {}, {}),
+    (flat(20, {"kl/sequence": 0.11}), {}, {"score_does_not_rise": ("look", 20)}),
+    (flat(20, {"kl/sequence": 0.09}), {}, {}),
     ([{"reward/score": 1 + 0.1 * (n % 2) + 0.2 * (n >= 10)} for n in range(20)], {}, {}),
     # a policy that does not move, where that helps nothing
-    (flat(20, kl_sequence=0.01), {}, {"policy_is_stuck": ("look", 11)}),
-    (flat(19, kl_sequence=0.01), {}, {}),  # nobody can tell
-    (flat(20, kl_sequence=0.04), {}, {}),
-    (flat(20, kl_sequence=-0.04), {}, {}),
+    (flat(20, STUCK), {}, {"policy_is_stuck": ("look", 11)}),
+    (flat(19, STUCK), {}, {}),  # nobody can tell
+    (flat(20, {"kl/sequence": 0.04}), {}, {}),
+    (flat(20, {"kl/sequence": -0.04}), {}, {}),
     (run_of(20, STUCK, STUCK), {}, {}),  # the score rises
-    (flat(20, kl_sequence=0.01, reward_score_std=0.0), {}, {"scores_alike": ("wrong", 1)}),
-    ([*flat(11, kl_sequence=0.01, policy_grad_norm=None), *flat(9, kl_sequence=0.01)], {}, {}),
+    (flat(20, STUCK | SAME), {}, {"scores_alike": ("wrong", 1)}),
+    ([*flat(11, STUCK | {"policy/grad_norm": None}), *flat(9, STUCK)], {}, {}),
+    # a finding is since the first of the values that show it, also where not every step has the metric
+    (
+        [{"value/clip_fraction": x} for x in (0, 0.5, None, None, 0.5, 0.5)],
+        {},
+        {"critic_is_held": ("look", 2)},
+    ),
 ]
 
 
@@ -309,60 +304,41 @@ def test_a_judge_that_falls_while_the_score_rises_says_that_the_reward_is_exploi
         assert ("while the score rises: the reward is exploited" in symptom) is exploited
 
 
-def start_of(**change):
-    """The findings of a run with these flags or facts, before it has trained."""
-    facts = {**FACTS, **{name: x for name, x in change.items() if name in FACTS}}
-    args = {**FLAGS, **{name: x for name, x in change.items() if name not in FACTS}, "facts": facts}
-    return [(f.name, f.level, f.remedy) for f in health_of([{"step": 0}], args).sorted]
-
-
 START = """
-    missing_header            "assistant"    missing_header           wrong --prompt_template
-    template_without_eos      true           template_without_eos     look  eos_token
-    fewer_ids                 [300,400]      other_tokenizer          look  --tokenizer
-    without_template          "model,other"  judge_without_template   look  chat template
-    dropped_share             0.21           records_dropped          look  --max_seq_len 1024
-    dropped_share             0.91           records_dropped          wrong --max_seq_len 1024
-    dropped_share             0.19           -
-    kl_coef                   0.0            nothing_holds_the_policy look  --kl_coef 0.02
-    temperature               0.1            unusual_flags            look  --temperature 1
-    learning_rate             0.011          unusual_flags            look  --learning_rate 0.0005
-    learning_rate             0.009          -
-    learning_rate             1e-5           unusual_flags            look  --learning_rate 0.0005
-    critic_learning_rate      1e-7           unusual_flags            look  --critic_learning_rate 0.0005
-    cliprange_value           0.001          unusual_flags            look  --cliprange_value 0.5
-    cliprange_value           0.0            -
-    policy_loss               "cispo"        -
-    policy_loss               "gspo"         unusual_flags            look  --clip_epsilon 0.0003
-    clip_epsilon              0.0003         unusual_flags            look  --clip_epsilon 0.2
-    prompts                   190            few_prompts              look  more data
-    prompts                   200            -
-    batch_size                15             small_batch              look  --batch_size
-    batch_size                16             -
+    missing_header="assistant"        | missing_header wrong           | --prompt_template
+    template_without_eos=true         | template_without_eos look      | eos_token
+    fewer_ids=[300,400]               | other_tokenizer look           | --tokenizer
+    without_template="model,other"    | judge_without_template look    | chat template
+    dropped_share=0.21                | records_dropped look           | --max_seq_len 1024
+    dropped_share=0.91                | records_dropped wrong          | --max_seq_len 1024
+    dropped_share=0.19                |                                |
+    kl_coef=0.0                       | nothing_holds_the_policy look  | --kl_coef 0.02
+    kl_coef=0.0 reward_model=[]       |                                |
+    temperature=0.1                   | unusual_flags look             | --temperature 1
+    learning_rate=0.011               | unusual_flags look             | --learning_rate 0.0005
+    learning_rate=0.009               |                                |
+    learning_rate=1e-5                | unusual_flags look             | --learning_rate 0.0005
+    critic_learning_rate=1e-7         | unusual_flags look             | --critic_learning_rate 0.0005
+    cliprange_value=0.001             | unusual_flags look             | --cliprange_value 0.5
+    cliprange_value=0.0               |                                |
+    policy_loss="cispo"               |                                |
+    policy_loss="gspo"                | unusual_flags look             | --clip_epsilon 0.0003
+    clip_epsilon=0.0003               | unusual_flags look             | --clip_epsilon 0.2
+    prompts=190                       | few_prompts look               | more data
+    prompts=200                       |                                |
+    batch_size=15                     | small_batch look               | --batch_size
+    batch_size=16                     |                                |
 """
 
 
-@pytest.mark.parametrize("row", START.strip().splitlines(), ids=lambda row: " ".join(row.split()[:2]))
+@pytest.mark.parametrize("row", START.strip().splitlines(), ids=lambda row: row.split(" | ")[0].strip())
 def test_flags_and_facts_that_are_far_from_the_usual_ones_are_found_before_the_first_step(row):
-    name, value, *wanted = row.split(maxsplit=4)
-    found = start_of(**{name: json.loads(value)})
-    if wanted == ["-"]:
-        assert found == []
-        return
-    rule, level, remedy = wanted
-    ((found_rule, found_level, told),) = found
-    assert (found_rule, found_level) == (rule, level)
-    assert remedy in told
-
-
-def test_nothing_need_hold_a_policy_whose_reward_cannot_be_deceived():
-    assert start_of(kl_coef=0.0, reward_model=[]) == []
-
-
-@pytest.mark.parametrize("script", ["train_sft.py", "train_reward.py"])
-def test_stages_1_and_2_have_no_findings(script):
-    steps = [{"step": n, "train/loss": 9.0, "eval/accuracy": 0.9 - 0.2 * (n > 20)} for n in range(30)]
-    assert health_of(steps, {"script": script, "batch_size": 1, "learning_rate": 1.0}).sorted == []
+    given, wanted, remedy = map(str.strip, row.split("|"))
+    change = {name: json.loads(value) for name, value in (pair.split("=") for pair in given.split())}
+    facts = {name: change.pop(name, usual) for name, usual in FACTS.items()}
+    found = findings([], facts, **change).values()
+    assert " ".join(f"{f.name} {f.level}" for f in found) == wanted
+    assert all(remedy in f.remedy for f in found)
 
 
 def test_the_template_is_asked_for_the_header_and_the_eos():
@@ -421,12 +397,6 @@ def test_findings_are_sorted_and_each_is_said_once_and_again_when_it_becomes_wro
     assert (drastic.name, drastic.level, drastic.step) == ("ratio_drastic", "wrong", 3)
     assert far.numbers[0].startswith("kl/k1 3.50 ")  # of the step that was said
     assert one_line(drastic).startswith("wrong, since step 3: the updates of one batch")
-
-
-def test_a_finding_is_since_the_first_of_the_values_that_show_it():
-    """Also where not every step has the metric, as with a critic that trains alone at first."""
-    steps = [{"value/clip_fraction": x} for x in (0, 0.5, None, None, 0.5, 0.5)]
-    assert found_in(steps) == {"critic_is_held": ("look", 2)}
 
 
 # a metric, its value, the finding, flags of the run, and the remedy
@@ -508,7 +478,7 @@ def test_a_step_costs_the_same_however_long_the_run_is():
     """A step of the demo takes half a second; the limit is wide for a slow machine."""
     health, seconds = Health({**FLAGS, "facts": FACTS}), []
     with collected_between_steps():  # else the collector looks through what other tests have left
-        for record in steps_of(flat(1000, eval_accuracy=0.5)):
+        for record in steps_of(flat(1000, {"eval/accuracy": 0.5})):
             start = time.process_time()
             health.add(record)
             seconds.append(time.process_time() - start)

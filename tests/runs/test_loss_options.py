@@ -1,15 +1,10 @@
 """Whole runs with options: stopped and resumed they end bit for bit alike, and two processes equal one."""
 
+from functools import cache
+
 import pytest
-from same_runs import (
-    CRITIC,
-    EXACT,
-    resumed_is_the_same,
-    run_in_two_processes,
-    same_metrics,
-    same_weights,
-    sizes,
-)
+import same_runs
+from same_runs import CRITIC, EXACT, same_metrics, same_weights, sizes
 from tiny import flags, read_jsonl, run_files, write_jsonl
 
 from errors import InputError
@@ -23,22 +18,22 @@ ONLINE = RUN | CRITIC | OPTIONS | {"replay_batches": 1}
 FEW_SCORES = """def score(prompts, responses, answers, step, total_steps):
     return [(1 + step / total_steps) * ({"a", "c"} <= set(r.split())) for r in responses]
 """
-GROUPS = {
-    "advantage": "rloo",
-    "num_generations": 4,
-    "filter_groups": 2,
-    "kl_in": "reward",
-    "replay_batches": 1,
-}
-GROUPS |= {"policy_loss": "cispo", "update_old_actor_freq": 2, "missing_eos_penalty": 0, "temperature": 0.8}
+GROUPS = {"advantage": "rloo", "num_generations": 4, "filter_groups": 2, "kl_in": "reward"}
+GROUPS |= {"policy_loss": "cispo"}
+GROUPS |= {"replay_batches": 1, "update_old_actor_freq": 2, "missing_eos_penalty": 0, "temperature": 0.8}
+OFFLINE = RUN | CRITIC | {"max_gen_len": 8, "accumulation_steps": 2, "lr_schedule": "constant"}
 # the flags, and the responses of a batch
 RUNS = {
     "options": (ONLINE | {"accumulation_steps": 2, "normalize_reward": 1, "critic_lam": 0.97}, 16),
     "old actor": (ONLINE | {"update_old_actor_freq": 2, "kl_in": "reward"}, 8),
     "adapters in fp16": (ONLINE | {"lora_r": 2, "gradient_checkpointing": 1, "dtype": "float16"}, 8),
-    "offline": (RUN | CRITIC | {"max_gen_len": 8, "accumulation_steps": 2, "lr_schedule": "constant"}, 16),
     "several answers": (RUN | GROUPS, 32),
+    "offline": (OFFLINE, 16),
+    "offline, adapters": (OFFLINE | {"lora_r": 4, "gradient_checkpointing": 1}, 16),
+    "offline, fp16": (OFFLINE | {"dtype": "float16"}, 16),
+    "offline, bf16": (OFFLINE | {"dtype": "bfloat16"}, 16),
 }
+KINDS = [*RUNS][:-2] + [pytest.param(kind, marks=pytest.mark.slow) for kind in [*RUNS][-2:]]
 
 
 def pair(n):
@@ -52,9 +47,8 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "few.py").write_text(FEW_SCORES)
     online = run_files(folder)
-    online["eval_data_path"] = write_jsonl(
-        folder / "eval.jsonl", [{"prompt": f"{word} b", "answer": "a"} for word in "abcde"]
-    )
+    held_out = [{"prompt": f"{word} b", "answer": "a"} for word in "abcde"]
+    online["eval_data_path"] = write_jsonl(folder / "eval.jsonl", held_out)
     scored = online | {"reward_fn": f"{folder / 'few.py'}:score"}
     del scored["reward_model"]
     texts = write_jsonl(folder / "texts.jsonl", [{"text": f"{word} b c"} for word in "abcde"])
@@ -71,7 +65,7 @@ def files(tmp_path_factory):
 def argv_of(files):
     def argv(kind, out_dir, processes=1, **more):
         given, responses = RUNS[kind]
-        chosen = files.get(kind, files[""])
+        chosen = files.get(kind.partition(",")[0], files[""])
         return flags(**{**chosen, **given, **sizes(responses // processes), "out_dir": out_dir, **more})
 
     return argv
@@ -79,21 +73,34 @@ def argv_of(files):
 
 @pytest.fixture(scope="module")
 def whole(argv_of, tmp_path_factory):
-    """A function: the folder of a run that never stopped, which is made once."""
-    made = {}
-
+    @cache
     def folder(kind):
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp("whole")
-            train_ppo.main(argv_of(kind, made[kind]))
-        return made[kind] / "r"
+        out = tmp_path_factory.mktemp("whole")
+        train_ppo.main(argv_of(kind, out))
+        return out / "r"
 
     return folder
 
 
-@pytest.mark.parametrize("kind", RUNS)
-def test_from_a_checkpoint_a_run_goes_on_bit_for_bit(whole, argv_of, tmp_path, kind):
-    resumed_is_the_same(whole(kind), argv_of(kind, tmp_path), tmp_path, last=4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_a_checkpoint_a_run_goes_on_bit_for_bit(whole, argv_of, tmp_path, kind, capsys):
+    same_runs.resumed_is_the_same(whole(kind), argv_of(kind, tmp_path), tmp_path, last=4)
+    if kind.startswith("offline"):
+        says_what_it_is(whole(kind), capsys.readouterr().out)
+
+
+def says_what_it_is(run, said):
+    """It is a run of offline PPO, of 50 pairs, which has learned."""
+    lines = read_jsonl(run / "metrics.jsonl")
+    assert lines[-1]["eval/chosen_preferred"] > max(0.5, lines[0]["eval/chosen_preferred"])
+    assert "policy/ptx_loss" in lines[-1]
+    text = (run / "summary.md").read_text()
+    assert "The chosen_preferred" in text and "on 7 held-out pairs" in text
+    assert "can be chance" in text or "rose" in text
+    assert "score" not in text.split("Health")[0]
+    assert "the scores of" in said and "answers  100, 7 prompts held out" in said
+    assert "4 steps of 16 logged answers, 1 x cpu" in said
+    assert (run / "report.html").is_file()
 
 
 TOGETHER = {  # what is compared
@@ -109,7 +116,7 @@ OF_OPTIONS = {"kl/coef", "kl/sequence", "policy/entropy", "policy/loss", "ema/sc
 )
 def test_two_processes_equal_one(whole, argv_of, tmp_path, kind):
     one, two = whole(kind), tmp_path / "r"
-    run_in_two_processes(argv_of(kind, tmp_path, processes=2))
+    same_runs.run_in_two_processes(argv_of(kind, tmp_path, processes=2))
     same_weights(one, two, 4, TOGETHER[kind])
     names = OF_OPTIONS if kind == "options" else None
     but = ("perf/", "policy/") if kind == "several answers" else ("perf/",)
@@ -120,9 +127,6 @@ def test_the_options_have_their_numbers_in_every_step(whole):
     steps = read_jsonl(whole("options") / "metrics.jsonl")[1:]
     assert len({step["kl/coef"] for step in steps}) > 2
     assert "ema/score" in steps[-1]
-    last = read_jsonl(whole("offline") / "metrics.jsonl")[-1]
-    assert last["eval/chosen_preferred"] > 0.5
-    assert "policy/ptx_loss" in last
 
 
 def test_other_logged_answers_are_another_run(whole, argv_of, tmp_path):

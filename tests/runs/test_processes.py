@@ -4,52 +4,36 @@ import json
 import os
 import shutil
 import signal
+from functools import cache
 
 import psutil
 import pytest
+import tiny
 import torch
-from same_runs import same_metrics
+from same_runs import CRITIC, EXACT, run_in_two_processes, same_metrics, same_weights, sizes
 from test_families import FAMILIES, build
-from tiny import (
-    DIE,
-    ROOT,
-    finish,
-    flags,
-    free_port,
-    launch_all,
-    launch_torchrun,
-    launch_two,
-    load_weights,
-    read_jsonl,
-    run_files,
-    wait_for,
-    write_jsonl,
-)
+from test_resume import steps_in, wait_for_steps
+from tiny import finish, flags, launch_torchrun, launch_two, read_jsonl, wait_for
 from transformers import AutoTokenizer
 
-from errors import InputError
 from trainer import train_ppo
 from trainer.runs.distributed import PIECE, World, sum_gradients
 
 ALONE = World(0, 1, torch.device("cpu"))
 STEPS = 8
-RUN = {
-    "max_gen_len": 6,
-    "max_steps": STEPS,
-    "ppo_epochs": 2,
-    "epochs": 99,
-    "accumulation_steps": 2,
-    "seed": 1,
-}
-RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "target_kl": 2e-3}
+RUN = (
+    EXACT
+    | CRITIC
+    | {"max_gen_len": 6, "max_steps": STEPS, "ppo_epochs": 2, "accumulation_steps": 2, "seed": 1}
+)
 RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
-RUN |= {"replay_batches": 2, "best_metric": "score_raw", "ptx_coef": 0.2}
-RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
+RUN |= {"replay_batches": 2, "best_metric": "score_raw", "ptx_coef": 0.2, "target_kl": 2e-3}
+RUN |= {"save_interval": 5, "eval_interval": 0}
 SAME = "reward/score reward/score_std reward/at_limit reward/model "
 SAME += "rollout/length rollout/finished rollout/repetition rollout/distinct kl/k1 "
 SAME += "rollout/score_length_corr rollout/importance_ess policy/approx_kl policy/early_stop eval/length "
 SAME += "policy/skipped_steps policy/entropy policy/first_ratio policy/ptx_loss eval/score"
-TOLERANCE = 1e-5  # of the largest weight difference between runs with one and with two processes
+BOTH = ("actor", "critic")
 
 # One response scores so high that the value loss overflows: an optimizer step that is really not finite.
 OVERFLOW = """def score(prompts, responses, answers):
@@ -62,20 +46,17 @@ OVERFLOW = """def score(prompts, responses, answers):
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "overflow.py").write_text(OVERFLOW)
-    found = run_files(folder, count=121)
+    found = tiny.run_files(folder, count=121)
     prompts = read_jsonl(found["data_path"])
     prompts[0]["answer"] = "overflow"
-    write_jsonl(folder / "prompts.jsonl", prompts)
+    tiny.write_jsonl(folder / "prompts.jsonl", prompts)
     texts = [{"text": f"{p['prompt']} h"} for p in prompts[:30]]
-    found["ptx_data_path"] = write_jsonl(folder / "texts.jsonl", texts)
-    return found | {"eval_data_path": write_jsonl(folder / "eval.jsonl", prompts[5:10])}  # uneven shares
-
-
-SIZES = {n: {"batch_size": 16 // n, "mini_batch_size": 8 // n} for n in (1, 2, 4)}
+    found["ptx_data_path"] = tiny.write_jsonl(folder / "texts.jsonl", texts)
+    return found | {"eval_data_path": tiny.write_jsonl(folder / "eval.jsonl", prompts[5:10])}  # uneven shares
 
 
 def argv_of(files, out_dir, processes, **more):
-    return flags(**{**files, **RUN, **SIZES[processes], "out_dir": out_dir, "eval_interval": 0, **more})
+    return flags(**{**files, **RUN, **sizes(16 // processes), "out_dir": out_dir, **more})
 
 
 @pytest.fixture(scope="module")
@@ -85,30 +66,26 @@ def overflowing(files):
 
 @pytest.fixture(scope="module")
 def run_in(files, overflowing, tmp_path_factory):
-    """A function: the folder of a run in so many processes, which is made once."""
-    made = {}
-
-    def folder(processes, shard=0):
-        if (processes, shard) not in made:
-            out = made[processes, shard] = tmp_path_factory.mktemp(f"in_{processes}_{shard}")
-            argv = argv_of(files, out, processes, shard=shard, **overflowing)
-            if processes == 1:
-                train_ppo.main(argv)
-            for process in launch_all([*argv, "--ddp"], processes) if processes > 1 else ():
-                assert "FutureWarning" not in finish(process)[1]
-        return made[processes, shard] / "r"
+    @cache
+    def folder(processes, shard):
+        out = tmp_path_factory.mktemp(f"in_{processes}_{shard}")
+        argv = argv_of(files, out, processes, shard=shard, **overflowing)
+        if processes == 1:
+            train_ppo.main(argv)
+        for process in tiny.launch_all([*argv, "--ddp"], processes) if processes > 1 else ():
+            assert "FutureWarning" not in finish(process)[1]
+        return out / "r"
 
     return folder
 
 
-def furthest(left, right, step=STEPS):
-    """The largest difference between the weights of two runs."""
-    pairs = [[load_weights(folder, step, n) for folder in (left, right)] for n in ("actor", "critic")]
-    assert all(a.keys() == b.keys() for a, b in pairs)
-    return max((a[k] - b[k]).abs().max().item() for a, b in pairs for k in a)
-
-
 LAST = f"checkpoints/step_{STEPS}"
+
+
+def sizes_in(checkpoint):
+    """{file: its size, where it holds tensors}"""
+    files = checkpoint.iterdir()
+    return {file.name: file.stat().st_size if file.suffix == ".safetensors" else 0 for file in files}
 
 
 @pytest.mark.parametrize(("processes", "shard"), [(2, 0), (2, 1), pytest.param(4, 1, marks=pytest.mark.slow)])
@@ -116,10 +93,10 @@ def test_processes_of_batch_n_equal_one_of_a_batch_as_large_as_theirs(run_in, pr
     """The same samples and weights over 8 steps, with PPO epochs, accumulation, whitening, normalised
     scores, critic warm-up, early stops, a step that was skipped, PTX, replayed batches, epochs that end
     inside a batch and uneven evaluation; with --shard 1 no process has a whole model."""
-    runs = one, two = run_in(1), run_in(processes, shard)
-    left, right = (sorted(path.name for path in (run / LAST).iterdir()) for run in runs)
+    runs = one, two = run_in(1, 0), run_in(processes, shard)
+    left, right = (sizes_in(run / LAST) for run in runs)
     assert left == right
-    assert furthest(one, two) < TOLERANCE
+    same_weights(one, two, STEPS, BOTH)
     same_metrics(one, two, {*SAME.split()}, rel=1e-4, abs=2e-5)
     lines = read_jsonl(one / "metrics.jsonl")
     stops = {m["policy/early_stop"] > 0 for m in lines if "policy/loss" in m}  # not in the warm-up
@@ -130,25 +107,19 @@ def test_processes_of_batch_n_equal_one_of_a_batch_as_large_as_theirs(run_in, pr
     assert best[0]["value"] == pytest.approx(best[1]["value"], rel=1e-4)
     for run in runs:
         assert (run / "best.pth").read_bytes() == (run.parent / "ppo_actor_32.pth").read_bytes()
-    left, right = (samples_of(run) for run in runs)
-    assert left["first"] == right["first"]  # position 0 of each global batch
-    assert left["best"] == pytest.approx(right["best"], rel=1e-4, abs=2e-4)
-    assert left["worst"] == pytest.approx(right["worst"], rel=1e-4, abs=2e-4)
-    assert {len(x) for x in (*left.values(), *right.values())} == {STEPS}
+    left, right = (read_jsonl(run / "samples.jsonl") for run in runs)
+    assert len(left) == 4 * STEPS  # of the longest there may be several
+    for a, b in zip(left, right, strict=True):
+        assert (a["step"], a["kind"]) == (b["step"], b["kind"])
+        if a["kind"] == "first":  # position 0 of each global batch
+            assert a["response"] == b["response"]
+        elif a["kind"] != "longest":
+            assert a["parts"]["score"] == pytest.approx(b["parts"]["score"], rel=1e-4, abs=2e-4)
     left, right = (read_jsonl(run / "eval_samples.jsonl") for run in runs)
     assert {row["place"] for row in left} == set(range(5))
     for a, b in zip(left, right, strict=True):
         assert all(a[name] == b[name] for name in ("step", "place", "prompt", "response"))
         assert a["greedy"]["response"] == b["greedy"]["response"]
-
-
-def samples_of(run):
-    """{kind of a sample: what is said or scored, step by step}. Of the longest there may be several."""
-    found = {"first": [], "best": [], "worst": [], "longest": []}
-    for row in read_jsonl(run / "samples.jsonl"):
-        kind = row["kind"]
-        found[kind].append(row["response"] if kind == "first" else row["parts"]["score"])
-    return found
 
 
 @pytest.mark.slow
@@ -163,16 +134,14 @@ def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files
         assert [m[name] for m in left] == [m[name] for m in right]
     assert left[0]["policy/skipped_steps"] > 0
     assert left[-1]["policy/skipped_steps"] == 0
-    assert furthest(one, two, step=6) < 6e-4
+    same_weights(one, two, 6, BOTH, most=6e-4)
 
 
 def in_one_and_two(files, tmp_path, **more):
-    """-> the folders of a run in one process and in two"""
     (tmp_path / "files").mkdir()
-    more["data_path"] = run_files(tmp_path / "files", count=185)["data_path"]
+    more["data_path"] = tiny.run_files(tmp_path / "files", count=185)["data_path"]
     train_ppo.main(argv_of(files, tmp_path / "one", 1, **more))
-    for process in launch_two(argv_of(files, tmp_path / "two", 2, **more)):
-        finish(process)
+    run_in_two_processes(argv_of(files, tmp_path / "two", 2, **more))
     return tmp_path / "one" / "r", tmp_path / "two" / "r"
 
 
@@ -195,58 +164,29 @@ def test_resuming_with_another_number_of_processes(
         train_ppo.main(argv)
         out = capsys.readouterr().out
     else:
-        (out, _), *_ = map(finish, launch_all(argv, count))
+        (out, _), *_ = map(finish, tiny.launch_all(argv, count))
     assert f"note: processes were {was[0]} and are {count}" in out
-    assert furthest(run_in(1), tmp_path / "r") < TOLERANCE
-    assert steps_in(tmp_path) == list(range(STEPS + 1))
+    same_weights(run_in(1, 0), tmp_path / "r", STEPS, BOTH)
+    assert steps_in(tmp_path / "r") == list(range(STEPS + 1))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["Qwen3-MoE", *(pytest.param(x, marks=pytest.mark.slow) for x in ("MiniMind 3 MoE", "tied", "adapters"))],
-)
-def test_sharded_mixtures_of_experts_and_adapters_equal_one_process(files, tmp_path, kind):
-    """Three steps in two sharded processes, with all that the runs above have."""
-    more = {"shard": 1, "target_kl": 0, "update_old_actor_freq": 2, "max_steps": 3}
-    if kind == "adapters":
-        more |= {"lora_r": 3, "learning_rate": 1e-2, "gradient_checkpointing": 1}
-    else:
-        policy = build(FAMILIES["Llama, tied" if kind == "tied" else kind](), spread=1.0)
-        policy.save_pretrained(tmp_path / "policy")
+KINDS = {family: {"shard": 1} for family in ("Qwen3-MoE", "MiniMind 3 MoE", "Llama, tied")}
+KINDS["adapters"] = {"lora_r": 3, "learning_rate": 1e-2, "gradient_checkpointing": 1}
+KINDS["sharded adapters"] = KINDS["adapters"] | {"shard": 1}
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:]]
+
+
+@pytest.mark.parametrize("kind", ["Qwen3-MoE", *SLOW_KINDS])
+def test_two_processes_with_experts_tied_weights_and_adapters_equal_one(files, tmp_path, kind):
+    """Three steps, with all that the runs above have."""
+    more = {"target_kl": 0, "update_old_actor_freq": 2, "max_steps": 3, **KINDS[kind]}
+    if kind in FAMILIES:
+        build(FAMILIES[kind](), spread=1.0).save_pretrained(tmp_path / "policy")
         AutoTokenizer.from_pretrained(files["model"]).save_pretrained(tmp_path / "policy")
-        more |= {"model": tmp_path / "policy"}
+        more["model"] = tmp_path / "policy"
     one, two = in_one_and_two(files, tmp_path, **more)
-    assert furthest(one, two, step=3) < TOLERANCE
+    same_weights(one, two, 3, BOTH)
     same_metrics(one, two, {*SAME.split()}, abs=1e-3)
-
-
-def failing(files, out_dir, fault):
-    """Two processes of which the second one executes this code in step 7: the ninth call of its reward
-    function, of which two are the first evaluation -> their outputs and errors."""
-    argv = argv_of(files, out_dir, 2, target_kl=0)
-    processes = launch_two(argv, FAULT=fault, FAULT_RANK="1", FAULT_AT="9")
-    return [(process.communicate(timeout=600), process.returncode) for process in processes]
-
-
-def steps_in(out_dir):
-    return [line["step"] for line in read_jsonl(out_dir / "r" / "metrics.jsonl")]
-
-
-def test_when_one_process_dies_the_other_ends_and_the_run_resumes(files, tmp_path):
-    ((out, err), code), (_, killed) = failing(files, tmp_path, DIE)
-    assert (code, killed) == (1, -9)
-    assert f"to go on: torchrun --nproc_per_node 2 {ROOT}/trainer/train_ppo.py --model" in out
-    assert "error: process 0 lost contact with the others" in err
-    train_ppo.main(argv_of(files, tmp_path, 1, target_kl=0, resume="auto"))
-    assert steps_in(tmp_path) == list(range(STEPS + 1))
-
-
-def test_when_a_reward_fails_on_one_process_all_save_and_end(files, tmp_path):
-    found = failing(files, tmp_path, "raise KeyError('no such answer')")
-    assert [code for _, code in found] == [2, 2]
-    (line,) = [line for (_, err), _ in found for line in err.splitlines() if line.startswith("error: ")]
-    assert "process 1: --reward_fn: KeyError: 'no such answer' at" in line
-    assert "step_6" in found[0][0][0]  # batch 7 is not learned from
 
 
 DRIFT = """from trainer.runs.distributed import World
@@ -256,14 +196,30 @@ def drift(world, actor, critic, check=World.check_identical):
     check(world, actor=actor, critic=critic)
 World.check_identical = drift
 """
+# what the second of two processes does in step 7, how they end, what they say how often, what is saved
+FAULTS = {
+    "dies": (tiny.DIE, [1, -9], "process 0 lost contact with the others", 1, [5]),
+    "raises": ("raise KeyError('no')", [2, 2], "process 1: --reward_fn: KeyError: 'no' at", 1, [5, 6]),
+    "drifts apart": (DRIFT, [1, 1], "processes hold different weights", 2, [5]),
+}
 
 
-def test_processes_that_drift_apart_are_stopped_at_once(files, tmp_path):
-    found = failing(files, tmp_path, DRIFT)
-    assert [code for _, code in found] == [1, 1]
-    assert "error: processes hold different weights" in found[0][0][1]
-    assert steps_in(tmp_path) == list(range(7))
-    assert [p.name for p in (tmp_path / "r" / "checkpoints").iterdir()] == ["step_5"]
+@pytest.mark.parametrize("what", FAULTS)
+def test_when_one_process_fails_both_end_and_the_run_resumes(files, tmp_path, what):
+    """In the ninth call of its reward function, of which two are the first evaluation."""
+    fault, codes, error, times, saved = FAULTS[what]
+    argv = argv_of(files, tmp_path, 2, target_kl=0)
+    processes = launch_two(argv, FAULT=fault, FAULT_RANK="1", FAULT_AT="9")
+    said = [process.communicate(timeout=600) for process in processes]
+    assert [process.returncode for process in processes] == codes
+    assert sum(err.count("error: ") for _, err in said) == times
+    assert sum(err.count(f"error: {error}") for _, err in said) == times
+    assert steps_in(tmp_path / "r") == list(range(7))  # batch 7 is not learned from
+    found = (tmp_path / "r" / "checkpoints").iterdir()
+    assert sorted(path.name for path in found) == [f"step_{step}" for step in saved]
+    assert f"to go on: torchrun --nproc_per_node 2 {tiny.ROOT}/trainer/train_ppo.py --model" in said[0][0]
+    train_ppo.main(argv_of(files, tmp_path, 1, target_kl=0, resume="auto"))
+    assert steps_in(tmp_path / "r") == list(range(STEPS + 1))
 
 
 def test_bad_input_is_said_once(files, tmp_path):
@@ -281,14 +237,9 @@ def saved_once(folder, out):
     assert (folder / "checkpoints" / f"step_{done}" / "SHA256SUMS").is_file()
 
 
-def wait_for_steps(folder, process):
-    metrics = folder / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
-
-
 def test_a_signal_to_one_process_saves_and_ends_all(files, tmp_path):
     one, two = launch_two(argv_of(files, tmp_path, 2, max_steps=900, save_interval=1000))
-    wait_for_steps(tmp_path / "r", one)
+    wait_for_steps(tmp_path / "r", 3, one)
     two.send_signal(signal.SIGTERM)
     finish(two, code=128 + signal.SIGTERM)
     saved_once(tmp_path / "r", finish(one, code=128 + signal.SIGTERM)[0])
@@ -299,7 +250,7 @@ def test_a_signal_to_one_process_saves_and_ends_all(files, tmp_path):
 def test_signals_under_torchrun_save_once_and_end(files, tmp_path, group):
     """Ctrl-C reaches every process, and torchrun sends it once more: it must count as one request."""
     process = launch_torchrun(2, argv_of(files, tmp_path, 2, max_steps=900, save_interval=1000))
-    wait_for_steps(tmp_path / "r", process)
+    wait_for_steps(tmp_path / "r", 3, process)
     if group:
         os.killpg(process.pid, signal.SIGINT)
     else:
@@ -321,12 +272,12 @@ train_ppo.main(sys.argv[1:])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault", ["import ctypes; ctypes.PyDLL(None).sleep(100)", DIE], ids=["hangs", "dies"]
+    "fault", ["import ctypes; ctypes.PyDLL(None).sleep(100)", tiny.DIE], ids=["hangs", "dies"]
 )
 def test_one_that_hangs_or_dies_is_noticed_under_torchrun(files, tmp_path, fault):
     """A C function that does not return and holds the GIL: the other process waits as long as it may."""
     (tmp_path / "hang.py").write_text(HANG)
-    argv = [str(ROOT), *argv_of(files, tmp_path, 2, target_kl=0)]
+    argv = [str(tiny.ROOT), *argv_of(files, tmp_path, 2, target_kl=0)]
     environment = {"FAULT": fault, "FAULT_RANK": "1", "FAULT_AT": "9"}
     process = launch_torchrun(2, argv, script=tmp_path / "hang.py", **environment)
     _, err = finish(process, code=1, seconds=200)
@@ -335,15 +286,15 @@ def test_one_that_hangs_or_dies_is_noticed_under_torchrun(files, tmp_path, fault
 
 def launch_two_nodes(argv):
     """Two torchrun agents with one rendezvous, as on two machines, with one process each."""
-    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{free_port()}", "--rdzv_id", "7"]
-    return [launch_torchrun(1, argv, "--nnodes", "2", *rendezvous) for _ in range(2)]
+    place = ["--rdzv_endpoint", f"localhost:{tiny.free_port()}", "--rdzv_id", "7"]
+    return [launch_torchrun(1, argv, "--nnodes", "2", "--rdzv_backend", "c10d", *place) for _ in range(2)]
 
 
 @pytest.mark.slow
 def test_two_nodes(files, run_in, overflowing, tmp_path):
     for node in launch_two_nodes(argv_of(files, tmp_path, 2, **overflowing)):
         finish(node)
-    assert furthest(run_in(1), tmp_path / "r") < TOLERANCE
+    same_weights(run_in(1, 0), tmp_path / "r", STEPS, BOTH)
 
 
 @pytest.mark.slow
@@ -356,12 +307,6 @@ def test_a_node_that_dies_ends_the_other(files, tmp_path):
     for node in (one, other):
         node.communicate(timeout=240)
     assert one.returncode != 0
-
-
-def test_one_process_does_not_communicate():
-    assert ALONE.gather(3) == [3]
-    with pytest.raises(InputError, match=r"^mine$"), ALONE.all_or_none():
-        raise InputError("mine")
 
 
 class Twice(World):

@@ -8,17 +8,18 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
-from tiny import flags, health_of, read_jsonl, save_policy_dir, save_reward_dir, word_tokenizer, write_jsonl
+from test_summary import logger_of
+from tiny import FAULTY_REWARD, flags, health_of, read_jsonl, word_tokenizer, write_jsonl
 
 from errors import InputError
-from trainer import train_ppo, train_sft
+from trainer import train_ppo
 from trainer.runs import displays, report, run_logger
 from trainer.runs.distributed import World
 from trainer.runs.health import Rule
-from trainer.runs.plots import draw_panel, draw_svgs
+from trainer.runs.plots import draw_svgs
 from trainer.runs.report import write_report
-from trainer.runs.resume import RunFolder
 from trainer.step_metrics import rows_of_step
 
 PICTURES = True  # see pictures.py
@@ -27,20 +28,10 @@ ALONE = World(0, 1, torch.device("cpu"))
 # The policy's words, so a real run writes them.
 HTML = ['<script>document.title="ran"</script>', "<img/src=x/onerror=document.title='ran'>", "</answer>"]
 HTML += ["&amp;", "&", "]]>", "{{7*7}}", "中文"]
-REWARD = """import os
-calls = 0
-def score(prompts, responses, answers):
-    global calls
-    calls += 1
-    if str(calls) == os.environ.get("STOP_AT"):
-        os.kill(os.getpid(), 15)
-    return [len(set(r.split())) - 0.05 * len(r) for r in responses]
-"""
 SECTIONS = ["verdict", "answers", "samples", "curves", "configuration"]
 
 
 def finding(level, step):
-    """A finding as health.py gives it."""
     causes = ["a high --learning_rate", "a small --kl_coef"]
     symptom = "the <b>policy</b> is far from its start"
     rule = Rule("kl_far", symptom, ["kl/k1 2.0"], causes, "--kl_coef 0.06", "a paper")
@@ -54,11 +45,11 @@ def files(tmp_path_factory):
     tokenizer = word_tokenizer(HTML, chat=True)
     prompts = [{"prompt": " ".join(HTML[(n + i) % 8] for i in range(1 + n % 7))} for n in range(40)]
     held_out = [{**prompt, "answer": "<b>&"} for prompt in prompts[:12]]
-    (folder / "combine.py").write_text(REWARD)
+    (folder / "combine.py").write_text(FAULTY_REWARD)
     found = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 12, "epochs": 9, "max_steps": 6}
     found |= {"device": "cpu", "run_name": "r", "dtype": "float32", "learning_rate": 0.01, "eval_interval": 3}
-    found["model"] = save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0)
-    found["reward_model"] = save_reward_dir(folder / "reward", tokenizer) + "=0.5"
+    found["model"] = tiny.save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0)
+    found["reward_model"] = tiny.save_reward_dir(folder / "reward", tokenizer) + "=0.5"
     found["reward_fn"] = f"{folder / 'combine.py'}:score"
     found["data_path"] = write_jsonl(folder / "prompts.jsonl", prompts)
     found["eval_data_path"] = write_jsonl(folder / "eval.jsonl", held_out)
@@ -74,7 +65,6 @@ def run_folder(files, tmp_path_factory):
 
 @pytest.fixture
 def copied(run_folder, tmp_path):
-    """A copy of the run folder without checkpoints and weights."""
     left_out = shutil.ignore_patterns("checkpoints", "*.pth", "best")
     return shutil.copytree(run_folder, tmp_path / "copy", ignore=left_out)
 
@@ -116,21 +106,18 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def step_of(scores, lengths):
-    """(run, batch) for ``rows_of_step``."""
-    prompts = [SimpleNamespace(prompt=f"p{n}") for n in range(len(scores))]
-    rollout = SimpleNamespace(response_len=torch.tensor(lengths), finished=torch.tensor(lengths) < 3)
-    scores = {"score": torch.tensor(scores), "model": torch.tensor([0.1] * len(scores))}
-    texts = [f"r{n}" for n in range(len(prompts))]
-    batch = SimpleNamespace(prompts=prompts, texts=texts, rollout=rollout, scores=scores)
-    return SimpleNamespace(world=ALONE), batch
-
-
 def test_of_a_step_the_first_response_and_those_that_stand_out_are_kept_of_all_processes():
     def kept():
         return [(row["kind"], row["response"]) for row in rows_of_step(run, batch)["samples.jsonl"]]
 
-    run, batch = step_of([1.0, 3.0, -2.0, 0.0], [1, 2, 1, 3])
+    lengths = torch.tensor([1, 2, 1, 3])
+    batch = SimpleNamespace(
+        prompts=[SimpleNamespace(prompt=f"p{n}") for n in range(4)],
+        texts=[f"r{n}" for n in range(4)],
+        rollout=SimpleNamespace(response_len=lengths, finished=lengths < 3),
+        scores={"score": torch.tensor([1.0, 3.0, -2.0, 0.0]), "model": torch.tensor([0.1] * 4)},
+    )
+    run = SimpleNamespace(world=ALONE)
     assert kept() == [("first", "r0"), ("best", "r1"), ("worst", "r2"), ("longest", "r3")]
     longest = {"prompt": "p3", "response": "r3", "length": 3, "finished": False, "kind": "longest"}
     longest["parts"] = {"score": 0.0, "model": pytest.approx(0.1)}
@@ -150,7 +137,8 @@ def test_a_run_keeps_the_same_eight_of_twelve_held_out_prompts_at_every_evaluati
 
 
 def test_the_page_has_all_sections_plots_and_texts_and_no_script(run_folder):
-    page = Page(run_folder / "report.html")
+    """A plot has one sentence, and no colour of its own."""
+    page, text = Page(run_folder / "report.html"), (run_folder / "report.html").read_text()
     assert [a["id"] for a in page.all("section")] == SECTIONS
     assert page.all("script") == []
     assert [a for a in page.all("img") if "src=x" in str(a)] == []
@@ -164,11 +152,7 @@ def test_the_page_has_all_sections_plots_and_texts_and_no_script(run_folder):
     links = [v for _, a in page.elements for k, v in a.items() if k in ("href", "src", "xlink:href") and v]
     assert all(link.startswith(("#", "data:")) for link in links)
     inside = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, nothing is loaded
-    assert set(re.findall(r'="(https?://[^"]+)"', (run_folder / "report.html").read_text())) <= inside
-
-
-def test_plots_have_one_sentence_each_and_no_colour_of_their_own(run_folder):
-    text = (run_folder / "report.html").read_text()
+    assert set(re.findall(r'="(https?://[^"]+)"', text)) <= inside
     assert text.count('class="hint"') == text.count("<figure>")
     drawn = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
     used = set(re.findall(r"(?:fill|stroke): *([^;\"]+)", drawn))
@@ -222,17 +206,6 @@ def test_only_panels_that_a_run_has_numbers_for_are_drawn():
     assert draw_svgs(past, displays.SFT.panels, []) == {}
 
 
-def test_evaluations_have_markers_and_so_has_a_single_step():
-    panel = displays.Panel("", {"eval/score": "", "reward/score": ""}, "")
-    rows = [{"step": n, "eval/score": 1.0, "reward/score": 2.0} for n in (1, 2)]
-    seen = []
-    axis = SimpleNamespace(plot=lambda x, y, label, marker: seen.append((list(x), list(y), marker)))
-    draw_panel(axis, panel, health_of(rows).past)
-    draw_panel(axis, panel, health_of(rows[:1]).past)
-    assert seen[:2] == [([1, 2], [1.0, 1.0], "o"), ([1, 2], [2.0, 2.0], None)]
-    assert seen[2:] == [([1], [1.0], "o"), ([1], [2.0], "o")]
-
-
 def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, monkeypatch, capsys):
     states = []
 
@@ -242,7 +215,8 @@ def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, m
 
     monkeypatch.setattr(run_logger, "write_report", noted)
     monkeypatch.setattr(run_logger, "SHARE", 0)
-    monkeypatch.setenv("STOP_AT", "4")  # two calls are the first evaluation
+    monkeypatch.setenv("FAULT", "os.kill(os.getpid(), 15)")
+    monkeypatch.setenv("FAULT_AT", "4")  # two calls are the first evaluation
     with pytest.raises(SystemExit):
         train_ppo.main(flags(**{**files, "max_steps": 9, "eval_interval": 9}, out_dir=tmp_path))
     assert states == [(0, "running", 0), (1, "running", 0), (2, "running", 0), (2, "stopped", 2)]
@@ -268,11 +242,7 @@ def test_writing_it_takes_at_most_a_hundredth_of_the_time(tmp_path, monkeypatch)
 
     monkeypatch.setattr(run_logger, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(run_logger, "write_report", write)
-    args = SimpleNamespace(log_interval=9, use_wandb=False, tracker=[])
-    run = SimpleNamespace(display=displays.PPO, args=args, progress=SimpleNamespace(step=0), total_steps=9)
-    folder = RunFolder(tmp_path, "r", "")
-    folder.config = {"run_id": ""}
-    logger = run_logger.RunLogger(folder, run)
+    logger = logger_of(tmp_path, total_steps=9)
     for step, now in enumerate((99.0, 100.0, 402.0, 403.0), 1):  # noqa: B007 (the clock reads it)
         logger.log(step, {}, {})
     logger.finish()
@@ -293,29 +263,14 @@ def test_a_fault_in_the_page_does_not_end_a_run(files, tmp_path, monkeypatch, ca
     assert (tmp_path / "ppo_actor_32.pth").exists()
 
 
-def test_half_a_character_in_the_data_does_no_harm(copied):
-    assert HTML[3] in Page(written(copied, long_text="\ud83d")).text
-
-
 def test_the_report_of_a_thousand_steps_is_small(copied):
-    """1,020 steps, 341 evaluations, and responses of up to 10,000 characters."""
-    path = written(copied, times=170, long_text="word " * 2)
+    """1,020 steps, 341 evaluations, and responses of up to 10,000 characters, with halves of characters."""
+    path = written(copied, times=170, long_text="word word\ud83d")
     assert path.stat().st_size < 10e6
     text = Page(path).text
     assert "Shown are 13 of 341 evaluations" in text
     assert "the rest is in the run folder" in text
-
-
-def test_stage_1_has_a_report_of_curves_only(files, tmp_path):
-    pairs = [{"instruction": "a b", "output": f"c {'d ' * (n % 3)}"} for n in range(12)]
-    data = write_jsonl(tmp_path / "data.jsonl", pairs)
-    sizes = {"device": "cpu", "batch_size": 4, "eval_size": 4, "max_steps": 3, "epochs": 9}
-    train_sft.main(flags(model=files["model"], data_path=data, out_dir=tmp_path / "out", **sizes))
-    page = Page(tmp_path / "out" / "sft_1" / "report.html")
-    assert [a["id"] for a in page.all("section")] == ["verdict", "curves", "configuration"]
-    assert len(page.all("svg")) == 3
-    assert "train_sft.py: step 3 of 3, ended" in page.text
-    assert "No finding" not in page.text  # nothing is watched
+    assert HTML[3] in text
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -358,23 +313,14 @@ def test_a_browser_shows_html_in_texts_as_text_and_runs_none_of_it(opened, copie
     assert page.locator("#curves svg text").first.is_visible()
 
 
-def test_light_and_dark_differ_and_the_plots_follow(opened, run_folder):
-    def brightness(colour):  # "rgb(r, g, b)" -> the mean of the three
-        return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
-
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
+def test_the_page_fits_a_phone_and_is_light_or_dark_with_its_plots(opened, run_folder, width, scheme):
+    """Wide things scroll in their own box."""
+    page = opened(run_folder / "report.html", width, scheme)
     colours = "e => [getComputedStyle(document.body).backgroundColor, getComputedStyle(e).fill]"
-    seen = []
-    for scheme in ("light", "dark"):
-        page = opened(run_folder / "report.html", scheme=scheme)
-        seen += map(brightness, page.locator("#curves svg text").first.evaluate(colours))
-    light, dark_text, dark, light_text = seen
-    assert light > 200 > dark_text
-    assert dark < 60 < light_text
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_fits_a_phone_and_wide_things_scroll_in_their_own_box(opened, run_folder, width):
-    page = opened(run_folder / "report.html", width)
+    seen = page.locator("#curves svg text").first.evaluate(colours)  # each "rgb(r, g, b)"
+    page_is, text_is = (sum(map(int, re.findall(r"\d+", colour)[:3])) / 3 for colour in seen)
+    assert page_is > 200 > text_is if scheme == "light" else page_is < 60 < text_is
     assert page.evaluate("document.documentElement.scrollWidth") == width
     widths = page.locator("figure svg").evaluate_all("all => all.map(e => e.getBoundingClientRect().width)")
     assert 250 < min(widths) <= max(widths) < 400

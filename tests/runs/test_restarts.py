@@ -1,22 +1,23 @@
-"""torchrun --max_restarts with --run_name and --resume auto: after a kill the run goes on."""
+"""Runs that another program starts, again and again: torchrun --max_restarts, the script of Slurm
+(docs/scale/slurm.sh), and benchmarks/chaos.py, which kills and damages a run."""
 
 import os
 import random
+import subprocess
 import time
 
 import psutil
 import pytest
 import torch
-from same_runs import same_weights
-from tiny import finish, flags, launch_torchrun, read_jsonl, run_files
+from same_runs import CRITIC, EXACT, same_weights, sizes
+from tiny import PYTHON, ROOT, finish, flags, launch_torchrun, read_jsonl, run_files
 
 from errors import InputError
 from trainer import train_ppo
 from trainer.runs.distributed import store_of_attempt
 
-RUN = {"max_gen_len": 4, "max_steps": 40, "epochs": 99, "ppo_epochs": 1, "seed": 1, "dtype": "float32"}
-RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "device": "cpu"}
-RUN |= {"log_interval": 1000, "save_interval": 4, "eval_interval": 0, "run_name": "r", "keep_checkpoints": 99}
+RUN = EXACT | CRITIC | {"max_gen_len": 4, "max_steps": 40, "ppo_epochs": 1, "seed": 1, "eval_interval": 0}
+RUN |= {"save_interval": 4, "keep_checkpoints": 99}
 PAUSING_REWARD = """import pathlib, time
 def score(prompts, responses, answers):
     time.sleep(float(pathlib.Path(__file__).with_name("pause.txt").read_text()))
@@ -50,16 +51,14 @@ def test_processes_that_are_killed_at_random_moments_cost_no_step(tmp_path, proc
     pause = tmp_path / "combine" / "pause.txt"
     files = run_files(tmp_path) | {"reward_fn": f"{tmp_path / 'combine' / 'combine.py'}:score"}
 
-    def argv_of(out, size, **more):
-        return flags(
-            **RUN, **files, batch_size=size, mini_batch_size=size // 2, out_dir=tmp_path / out, **more
-        )
+    def argv_of(out, processes, **more):
+        return flags(**RUN, **files, **sizes(8 // processes), out_dir=tmp_path / out, **more)
 
     pause.write_text("0")
-    train_ppo.main(argv_of("one", 8))
+    train_ppo.main(argv_of("one", 1))
     pause.write_text("1.5")  # so the run goes on until the last of them
     options = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--max_restarts", "99"]
-    argv = argv_of("many", 8 // processes, shard=shard, resume="auto")
+    argv = argv_of("many", processes, shard=shard, resume="auto")
     agent = launch_torchrun(processes, argv, *options)
     chance, killed = random.Random(5), 0
     for _ in range(int(os.environ.get("KILLS", 6))):
@@ -73,3 +72,37 @@ def test_processes_that_are_killed_at_random_moments_cost_no_step(tmp_path, proc
     one, many = (tmp_path / name / "r" for name in ("one", "many"))
     assert [m["step"] for m in read_jsonl(many / "metrics.jsonl")] == list(range(41))
     same_weights(one, many, 40, names=("actor", "critic"))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path):
+    files = run_files(tmp_path)
+    values = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 24, "epochs": 9}
+    values |= {"eval_data_path": files["data_path"], "eval_interval": 5, "update_old_actor_freq": 3}
+    folder = tmp_path / "chaos"
+    command = [PYTHON, str(ROOT / "benchmarks" / "chaos.py"), "--kills", "3", "--seed", "1", "--folder"]
+    command += [str(folder), "--", *flags(**files, **values, device="cpu")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr + (folder / "log.txt").read_text()[-2000:]
+    assert "differences |" in done.stdout
+    assert "| none |" in done.stdout
+    steps = [m["step"] for m in read_jsonl(folder / "storm" / "run" / "metrics.jsonl")]
+    assert steps == list(range(25))
+
+
+@pytest.mark.slow
+def test_the_script_of_slurm_trains(tmp_path):
+    """In bash, with commands of Slurm that say what they say in a job on one machine."""
+    commands = {"scontrol": '[ "$*" = "show hostnames one" ] && echo localhost', "srun": 'exec "$@"'}
+    commands["torchrun"] = f'exec {PYTHON} -m torch.distributed.run "$@"'
+    for name, command in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "one", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "PORT": "0"}
+    job["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    short = {**sizes(4), "max_gen_len": 4, "max_steps": 2}
+    more = {"device": "cpu", "eval_interval": 0, "critic_warmup_steps": 0, "out_dir": tmp_path / "out"}
+    script = ["bash", ROOT / "docs" / "scale" / "slurm.sh", *flags(**run_files(tmp_path), **short, **more)]
+    done = subprocess.run(script, cwd=ROOT, env={**os.environ, **job}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [m["step"] for m in read_jsonl(tmp_path / "out" / "ppo" / "metrics.jsonl")] == [0, 1, 2]

@@ -2,27 +2,15 @@
 
 import pytest
 import torch
-from same_runs import EXACT, built, sizes
-from test_loss_options import FEW_SCORES, GROUPS
-from test_processes import ALONE
-from tiny import run_files
+from same_runs import built, sizes
+from test_invariants import ALONE
+from test_loss_options import RUNS, files  # noqa: F401  (a fixture)
 
 from trainer import train_ppo
 from trainer.collect import raw_scores
 from trainer.generation.stops import response_texts
 from trainer.options.filter_groups import rows_of_equal_groups, scores_to_compare
 from trainer.rewards.combine import RawScores, Reward
-
-RUN = EXACT | GROUPS | {"max_gen_len": 6, "max_steps": 4, "ppo_epochs": 2, "seed": 1}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    found = run_files(folder)
-    del found["reward_model"]
-    (folder / "few.py").write_text(FEW_SCORES)
-    return found | {"reward_fn": f"{folder / 'few.py'}:score"}
 
 
 def test_rows_of_equal_groups():
@@ -33,10 +21,8 @@ def test_rows_of_equal_groups():
 
 def test_the_first_batchs_scores_are_compared_as_they_are_before_they_are_normalised():
     """Without a mean and standard deviation the clip would make 5 and 9 equal."""
-    reward, raw = (
-        Reward(reasoning=False, normalize=True),
-        RawScores({"server": torch.tensor([5.0, 9.0, 5.0])}),
-    )
+    reward = Reward(reasoning=False, normalize=True)
+    raw = RawScores({"server": torch.tensor([5.0, 9.0, 5.0])})
     assert scores_to_compare(reward, raw).tolist() == [5, 9, 5]
     learned = reward.combine(raw, ALONE)["score"]
     assert scores_to_compare(reward, raw).equal(learned)
@@ -63,14 +49,14 @@ class Coarse:
 
 
 @pytest.mark.parametrize("model", [False, True], ids=["function", "reward model"])
-def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path, model):
+def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path, model):  # noqa: F811
     """All others keep their answers; what is kept of the new ones is what a fresh score of them is."""
-    more = {"reward_model": run_files(tmp_path)["reward_model"], "reasoning": 1} if model else {}
+    given = files["several answers"] | RUNS["several answers"][0] | sizes(32) | {"out_dir": tmp_path / "out"}
+    if model:
+        given |= {"reward_model": files[""]["reward_model"], "reasoning": 1}
     batches = {}
     for times in (0, 1, 9):
-        run = built(
-            files, **{**RUN, **sizes(32), **more, "filter_groups": times, "out_dir": tmp_path / "out"}
-        )
+        run = built(given, filter_groups=times)
         if model:
             judge, weight = run.reward.models["model"]
             run.reward.models["model"] = Coarse(judge), weight
@@ -82,9 +68,8 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
         assert fresh.blocks.keys() == batch.raw.blocks.keys()
-        assert all(
-            x.allclose(batch.raw.blocks[name], 0, 0, equal_nan=True) for name, x in fresh.blocks.items()
-        )
+        for name, x in fresh.blocks.items():
+            assert x.allclose(batch.raw.blocks[name], 0, 0, equal_nan=True)
     again = rows_of_equal_groups(batches[0].scores["score"], 4)
     assert 0 < len(again) < 32
     assert batches[1].again == len(again)
@@ -93,8 +78,7 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
     assert batches[9].again >= len(again) + left
     for times in (1, 9):
         assert len(rows_of_equal_groups(batches[times].scores["score"], 4)) <= left
-        for row, (one, other) in enumerate(
-            zip(*(batches[n].rollout.responses() for n in (0, times)), strict=True)
-        ):
-            assert row in again or one == other
-            assert batches[times].texts[row] == batches[0].texts[row] or row in again
+        before, after = (batches[n].rollout.responses() for n in (0, times))
+        for row in {*range(32)} - {*again}:
+            assert before[row] == after[row]
+            assert batches[times].texts[row] == batches[0].texts[row]

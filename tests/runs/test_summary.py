@@ -5,13 +5,15 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.figure import Figure
 from tiny import ROOT, flags, health_of, read_jsonl, run_files
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.runs import base, displays, plots, report
+from trainer.runs import base, displays, report
 from trainer.runs.base import Run
 from trainer.runs.displays import PAIRS, PPO, SFT, as_line
+from trainer.runs.plots import draw_panel
 from trainer.runs.resume import RunFolder
 from trainer.runs.run_logger import RunLogger
 
@@ -22,7 +24,6 @@ NOISY = [0.1 * (-1) ** n for n in range(40)]  # s = 0.1772
 
 
 def verdict(records, display=PPO, batch_size=8, held_out=0):
-    """The verdict on a run that has ended, in sentences."""
     config = {"batch_size": batch_size, "processes": 1, "facts": {"held_out": held_out}}
     return report.in_words(SimpleNamespace(display=display), health_of(records, config).past, "ended")
 
@@ -38,27 +39,21 @@ def with_evaluations(steps, before, after):
     return [{"step": 0} | evaluations[0], *steps[:-1], steps[-1] | evaluations[1]]
 
 
-@pytest.mark.parametrize(
-    ("display", "given", "line"),
-    [
-        (
-            PPO.line,
-            {"reward/score": 0.5, "kl/k1": 0.5, "rollout/length": 0.5, "value/explained_variance": 0.25},
-            "score 0.500 | kl 0.5000 | len 0.5 | ev 0.25",
-        ),
-        (PPO.line, {"value/explained_variance": float("nan")}, "ev nan"),
-        (SFT.line, {"train/loss": 1, "train/learning_rate": 1e-3}, "loss 1.0000 | lr 1.0e-03"),
-        (PAIRS.line, {"train/accuracy": 0.5, "train/grad_norm": 2}, "accuracy 0.500 | norm 2.00"),
-        (
-            PPO.evaluation,
-            {"eval/score": 2, "eval/accuracy": 0.5, "eval/accuracy_greedy": 0.75, "eval/finished": 1},
-            "accuracy 0.500 | greedy 0.750 | score 2.000",
-        ),
-        (SFT.evaluation, {"train/loss": 1.0}, ""),
-    ],
-)
-def test_a_printed_line_has_what_is_known(display, given, line):
-    assert as_line(display, given) == line
+STEP = {"reward/score": 0.5, "kl/k1": 0.5, "rollout/length": 0.5, "value/explained_variance": 0.25}
+TESTED_BY = {"eval/score": 2, "eval/accuracy": 0.5, "eval/accuracy_greedy": 0.75, "eval/finished": 1}
+LINES = [
+    (PPO.line, STEP, "score 0.500 | kl 0.5000 | len 0.5 | ev 0.25"),
+    (PPO.line, {"value/explained_variance": float("nan")}, "ev nan"),
+    (SFT.line, {"train/loss": 1, "train/learning_rate": 1e-3}, "loss 1.0000 | lr 1.0e-03"),
+    (PAIRS.line, {"train/accuracy": 0.5, "train/grad_norm": 2}, "accuracy 0.500 | norm 2.00"),
+    (PPO.evaluation, TESTED_BY, "accuracy 0.500 | greedy 0.750 | score 2.000"),
+    (SFT.evaluation, {"train/loss": 1.0}, ""),
+]
+
+
+def test_a_printed_line_has_what_is_known():
+    for display, given, line in LINES:
+        assert as_line(display, given) == line
 
 
 WORSE = " The run made it worse."
@@ -181,24 +176,32 @@ def test_the_table_has_first_and_last():
     assert report.table(PPO, health_of(records[:1]).past)[1:] == []  # nothing to compare
 
 
-def test_every_part_of_the_reward_and_the_evaluations_score_have_a_curve(tmp_path, monkeypatch):
+def test_every_part_of_the_reward_has_a_curve_and_evaluations_and_single_steps_have_markers():
     parts = {"reward/function": 1.0, "reward/missing_eos": 0.0, "reward/score": 2.0, "rollout/finished": 1.0}
     records = [{"step": 0, "eval/score": 1.0}, *({"step": n, **parts} for n in (1, 2))]
-    drawn = []
-    draw = plots.draw_panel
+    for steps, marker in ((1, "o"), (2, "None")):
+        past = health_of(records[: 1 + steps]).past
+        axes = [Figure().subplots() for _ in range(3)]
+        for axis, panel in zip(axes, PPO.panels, strict=False):
+            draw_panel(axis, panel, past)
+        assert [panel.title for panel in PPO.panels[:2]] == ["score", "parts of the reward (training)"]
+        assert [[(line.get_label(), line.get_marker()) for line in axis.lines] for axis in axes] == [
+            [("training", marker), ("held out, sampled", "o")],
+            [("function", marker), ("missing_eos", marker)],
+            [("ended (training)", marker)],
+        ]
+    trained, tested = (line.get_xydata().tolist() for line in axes[0].lines)
+    assert (trained, tested) == ([[1, 2], [2, 2]], [[0, 1]])
 
-    def watched(axis, panel, past):
-        draw(axis, panel, past)
-        drawn.append((panel.title, [line.get_label() for line in axis.lines]))
 
-    monkeypatch.setattr(plots, "draw_panel", watched)
-    plots.draw_png(health_of(records).past, PPO.panels[: report.DRAWN], tmp_path / "curves.png")
-    assert drawn[:3] == [
-        ("score", ["training", "held out, sampled"]),
-        ("parts of the reward (training)", ["function", "missing_eos"]),
-        ("shares: right (never rewarded), ended", ["ended (training)"]),
-    ]
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
+def logger_of(out_dir, total_steps, log_interval=9, trackers=()):
+    """The logger of a run "r" of PPO."""
+    folder = RunFolder(out_dir, "r", "")
+    folder.config = {"run_id": "0123abcd"}
+    args = SimpleNamespace(log_interval=log_interval, use_wandb=False, tracker=trackers, wandb_project="p")
+    progress = SimpleNamespace(step=0)
+    run = SimpleNamespace(display=PPO, args=args, progress=progress, total_steps=total_steps)
+    return RunLogger(folder, run)
 
 
 @pytest.mark.parametrize(
@@ -206,11 +209,7 @@ def test_every_part_of_the_reward_and_the_evaluations_score_have_a_curve(tmp_pat
 )
 def test_short_runs_print_every_step_and_long_ones_about_a_hundred(tmp_path, capsys, total, given, printed):
     """And what is found at any step, once."""
-    folder = RunFolder(tmp_path, "r", "")
-    folder.config = {"run_id": ""}
-    args = SimpleNamespace(log_interval=given, use_wandb=False, tracker=[])
-    run = SimpleNamespace(display=PPO, args=args, progress=SimpleNamespace(step=0), total_steps=total)
-    logger = RunLogger(folder, run)
+    logger = logger_of(tmp_path, total, given)
     for step in range(1, total + 1):
         logger.log(step, {"reward/score": 1.0, "kl/k1": 4.0 * (step > 1)}, {})
     logger.finish()
@@ -227,14 +226,7 @@ def test_a_line_to_copy_works_from_any_folder_and_with_spaces(tmp_path, monkeypa
     assert Run.command(run, "chat.py", "--model", "a b.pth").endswith('--model "a b.pth"')
 
 
-SIZES = {
-    "batch_size": 8,
-    "mini_batch_size": 4,
-    "max_gen_len": 6,
-    "max_steps": 4,
-    "epochs": 9,
-    "device": "cpu",
-}
+SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 4, "epochs": 9}
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +235,7 @@ def files(tmp_path_factory):
 
 
 def argv_of(files, out_dir, **more):
-    return flags(**{**SIZES, **files, "out_dir": out_dir, **more})
+    return flags(device="cpu", out_dir=out_dir, **{**SIZES, **files, **more})
 
 
 def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path, capsys):
