@@ -12,8 +12,7 @@ import torch
 from test_families import FAMILIES, VOCAB, build
 from tiny import ROOT, tiny_llama, word_tokenizer
 
-from trainer.compute import precision
-from trainer.compute.precision import fast_dtype, round_frozen
+from trainer.compute.precision import round_frozen
 from trainer.compute.scoring import PolicyScorer, pack_sequences, score_all
 from trainer.generation.engine import Sampler, sample
 from trainer.generation.kv_cache import KVCache
@@ -133,24 +132,6 @@ def test_in_bf16_log_probs_are_within_its_rounding_also_of_far_tokens():
     copy = sampler.copy.model.model
     assert copy.rotary_emb.inv_freq.equal(policy.model.rotary_emb.inv_freq)
     assert (copy.norm.weight.dtype, policy.dtype) == (torch.bfloat16, torch.float32)
-
-
-def test_bf16_is_chosen_where_it_is_native(monkeypatch):
-    cpu = torch.device("cpu")
-    assert fast_dtype("float32", cpu) == torch.float32
-    assert fast_dtype("bfloat16", cpu) == torch.bfloat16
-    for able, onednn, expected in (
-        ({"avx512_bf16": True}, True, torch.bfloat16),
-        ({"amx_bf16": True}, True, torch.bfloat16),
-        ({"avx2": True, "avx512_bf16": False}, True, torch.float32),
-        ({"avx512_bf16": True}, False, torch.float32),  # with ONEDNN_MAX_CPU_ISA=AVX2
-    ):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
-        monkeypatch.setattr(precision, "onednn_takes_bf16", lambda onednn=onednn: onednn)
-        assert fast_dtype("auto", cpu) == expected
-
-
-# For a process in which oneDNN refuses bf16: prints by how much log-probs in bf16 are off, in the mean.
 
 
 @pytest.mark.slow
