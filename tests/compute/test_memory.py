@@ -89,7 +89,7 @@ keep_freed_memory()
 rss = lambda: psutil.Process().memory_info().rss
 tensors = [torch.ones(1 << 19) for _ in range(100)]  # 2 MiB each
 full = rss()
-del tensors[:-1]  # the last lies above the others
+del tensors
 freed = full - rss()
 free_unused_memory()
 print(freed, full - rss())
@@ -99,7 +99,7 @@ print(freed, full - rss())
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
 def test_freed_memory_is_kept_for_speed_and_given_back_where_it_is_short():
     done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, cwd=ROOT)
-    at_once, asked = (int(size) / 99 / (1 << 21) for size in done.stdout.split())
+    at_once, asked = (int(size) / 100 / (1 << 21) for size in done.stdout.split())
     assert at_once < 0.1
     assert asked > 0.9
 
