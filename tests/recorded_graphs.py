@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from trainer.compute.cpu import kernels
 from trainer.generation.cuda_graphs import CudaGraphs
 
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "_unique2", "unique_dim"}
-WAITS |= {"lift_fresh"}  # torch.tensor(a list): a copy from memory that is not pinned
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "masked_scatter", "equal", "bincount", "_unique2"}
+WAITS |= {"unique_dim", "lift_fresh"}  # torch.tensor(a list): a copy from memory that is not pinned
 
 
 def without_kernels(monkeypatch):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from recorded_graphs import Waits
 from tiny import tiny_llama
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.critic import CriticModel
 from trainer import ppo
@@ -139,22 +139,6 @@ def test_a_budget_that_fitted_is_kept_for_the_rest_of_the_run():
     assert cuts[7:] == [200] * 5
 
 
-WAITS = ("item", "tolist", "nonzero", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__")
-DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "masked_scatter", "repeat_interleave")
-
-
-class _NoWaits(TorchDispatchMode):
-    """Refuses operations for which the host would wait for a GPU: their results' shapes depend on data."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        sized = kwargs.get("output_size") is not None
-        masks = [x for x in args[1] if x is not None and x.dtype == torch.bool] if name == "index" else []
-        assert not masks, "indexing with a mask"
-        assert name not in DATA_DEPENDENT or sized, name
-        return func(*args, **kwargs)
-
-
 @contextmanager
 def no_waits(monkeypatch):
     """In this block nothing may read a number of a tensor, or make a tensor whose size depends on one."""
@@ -162,10 +146,11 @@ def no_waits(monkeypatch):
     def refused(self, *args, **kwargs):
         raise AssertionError("waits for the GPU")
 
-    with monkeypatch.context() as patch, _NoWaits():
-        for name in WAITS:
+    with monkeypatch.context() as patch, Waits(refuse=False) as waits:
+        for name in ("item", "tolist", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__"):
             patch.setattr(torch.Tensor, name, refused)
         yield
+    assert set(waits.found) <= {"lift_fresh"}  # lists that become tensors in pinned memory (``send``)
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
