@@ -34,7 +34,7 @@ WIDE = {**SIZES, "vocab_size": 151_936, "tie_word_embeddings": True}  # the voca
 
 
 def made(name):
-    """A random model of a family of MODELS or MOE, or "wide", on the CPU. Weights depend on the name alone."""
+    """A random model of a family of MODELS or MOE, or "wide", on the CPU. Its name decides the weights."""
     kinds = {**MODELS, **MOE, "wide": lambda: transformers.Qwen2Config(**WIDE)}
     return build(kinds[name](), spread=2.0).eval()
 
