@@ -162,10 +162,6 @@ def test_joined_weights_keep_their_place(dtype, monkeypatch):
     second, _ = answers(other, dtype, sampler=sampler)
     assert [x.weight.data_ptr() for x in joined] == before
     assert second.responses() == answers(other, dtype)[0].responses() != first.responses()
-    attention = sampler.copy.model.model.layers[1].self_attn
-    own, names = other.model.layers[1].self_attn, ("q_proj", "k_proj", "v_proj")
-    assert attention.qkv.weight.equal(torch.cat([getattr(own, x).weight for x in names]).to(dtype))
-    assert attention.qkv.bias.equal(torch.cat([getattr(own, x).bias for x in names]).to(dtype))
     stored = [x.untyped_storage() for places in sampler.copy.places.values() for x in places]
     stored = {x.data_ptr(): x.nbytes() for x in stored}
     assert sum(stored.values()) == sum(p.numel() for p in model.parameters()) * dtype.itemsize
