@@ -6,13 +6,15 @@ import copy
 import pytest
 import torch
 import transformers as T
+from test_attention import by_definition
+from torch.nn.attention import varlen
 
 from trainer.compute import attention, fused_layers
 from trainer.compute.batching import Layout
 from trainer.compute.cpu import kernels
 from trainer.compute.fused_layers import _layer_forward, attention_forward, fuse_layers, is_fused, mlp_forward
 from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
-from trainer.compute.scoring import pack_sequences, packed_states
+from trainer.compute.scoring import pack_sequences, packed_states, prepare_training
 
 SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -60,14 +62,26 @@ def assert_same(plain, fused):
         assert (a - b).abs().max() < 2e-5 * max(1, a.abs().max())
 
 
-@pytest.mark.parametrize("way", ["compiled", "padded attention", "torch"])
-@pytest.mark.parametrize("name", [*KNOWN, *OTHERS])
-def test_values_and_gradients_are_those_of_padded_rows_and_of_transformers(name, way, monkeypatch):
-    """Only real tokens are computed; in bf16 on a CPU in few shapes: oneDNN compiles code for each."""
-    if way == "padded attention":
+@pytest.fixture(params=["compiled", "padded attention", "flash attention", "torch"])
+def way(request, monkeypatch):
+    """How a CPU computes here. Flash attention is its definition, which only computes in half precision."""
+    if "attention" in request.param:
         monkeypatch.setattr(attention, "MAX_COMPILED_SIZE", 0)
-    if way == "torch":
+    if request.param == "torch":
         monkeypatch.setattr(kernels, "library", lambda: None)
+    attention._flash_works.cache_clear()
+    if request.param == "flash attention":
+        monkeypatch.setattr(attention, "FLASH_DEVICE", "cpu")
+        monkeypatch.setattr(varlen, "varlen_attn", by_definition)
+    yield request.param
+    tried = attention._flash_works.cache_info().currsize
+    attention._flash_works.cache_clear()
+    assert bool(tried) == (request.param == "flash attention")
+
+
+@pytest.mark.parametrize("name", [*KNOWN, *OTHERS])
+def test_values_and_gradients_are_those_of_padded_rows_and_of_transformers(name, way):
+    """Only real tokens are computed; in bf16 on a CPU in few shapes: oneDNN compiles code for each."""
     plain, packed = (build((KNOWN | OTHERS)[name]).base_model for _ in range(2))
     assert pack_sequences(packed)
     layer, rows = packed.layers[0], []
@@ -83,6 +97,13 @@ def test_values_and_gradients_are_those_of_padded_rows_and_of_transformers(name,
     for dtype in (torch.bfloat16, torch.float16):
         assert_as_near(exact, *(states_and_gradients(net, dtype) for net in (plain, packed)))
     assert rows[2:] == [(5, 40), (1, 3 * PRODUCT_ROW_MULTIPLE), (5, 40), (1, 129)]
+    # The trial of flash attention in a checkpointed forward: what it keeps must not count as the layer's.
+    attention._flash_works.cache_clear()
+    wanted = states_and_gradients(packed, torch.bfloat16)
+    attention._flash_works.cache_clear()
+    prepare_training(packed, gradient_checkpointing=1)
+    found = states_and_gradients(packed, torch.bfloat16)
+    assert all(a.equal(b) for a, b in zip(wanted, found, strict=True))
 
 
 @pytest.fixture
