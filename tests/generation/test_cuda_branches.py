@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from recorded_graphs import RecordedGraphs, Waits, without_kernels
+from recorded_graphs import LAY_OUT, RecordedGraphs, Waits, sample_as_on_a_gpu
 from test_engine import PROMPTS, VOCABULARY, draw
 from test_families import FAMILIES, build
 from tiny import tiny_llama
@@ -22,7 +22,6 @@ from trainer.generation.kv_cache import bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import noise_keys
 
-LAY_OUT = SamplerCopy._lay_out
 SPREAD = 3.0  # of the models' distributions, see ``build``
 
 
@@ -34,10 +33,8 @@ def model():
 @pytest.fixture
 def gpu(monkeypatch):
     """The branches of a GPU, with its smallest shapes of steps."""
-    without_kernels(monkeypatch)
-    monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
+    sample_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(engine, "MIN_GRAPH_COLUMNS", 4)
-    monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
     return monkeypatch
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from recorded_graphs import lay_out_as_on_a_gpu
 from test_families import FAMILIES, VOCAB, build
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -16,11 +17,10 @@ from trainer.compute.scoring import pack_sequences
 from trainer.generation import kv_cache
 from trainer.generation.engine import Engine, Sampler
 from trainer.generation.kv_cache import tabulate_rotary
-from trainer.generation.sampler_copy import JoinedLinear, SamplerCopy
+from trainer.generation.sampler_copy import JoinedLinear
 from trainer.generation.sampling import noise_keys, uniform
 from trainer.generation.stops import EarlyEnds
 
-LAY_OUT = SamplerCopy._lay_out
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -84,7 +84,7 @@ def forced(monkeypatch):
         if DEVICE == "cpu":
             for module in (kernels, kv_cache):
                 monkeypatch.setattr(module, "kernels_of", lambda kind: mixed)
-            monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
+            lay_out_as_on_a_gpu(monkeypatch)
 
     return force
 
@@ -150,7 +150,7 @@ def test_rotary_positions_from_a_table(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_joined_weights_keep_their_place(dtype, monkeypatch):
     """Newer weights are copied into the same memory, which holds every weight once."""
-    monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
+    lay_out_as_on_a_gpu(monkeypatch)
     model, other = (build(FAMILIES["Qwen2"]()).to(DEVICE) for _ in range(2))
     with torch.no_grad():
         for p in other.parameters():

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from recorded_graphs import RecordedGraphs, without_kernels
+from recorded_graphs import sample_as_on_a_gpu, without_kernels
 from tiny import flags, read_jsonl, run_files, tiny_llama, word_tokenizer
 from tiny_tokenizers import TOKENIZERS, byte_level, ids_of
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -14,13 +14,10 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.compute.scoring import PolicyScorer
 from trainer.endings import load_endings
-from trainer.generation import engine
 from trainer.generation.engine import Sampler
-from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import noise_keys, uniform
 from trainer.generation.stops import StopStrings, decode, early_ends
 
-LAY_OUT = SamplerCopy._lay_out
 CASES = [
     ["ab"],
     ["\n\n"],
@@ -155,8 +152,7 @@ def test_whatever_ends_a_response_nothing_else_changes(model, wanted, slots, dev
     if device != "CPU":
         without_kernels(monkeypatch)
     if device == "GPU":
-        monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
-        monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
+        sample_as_on_a_gpu(monkeypatch)
     sampler, seen = Sampler(model, slots=slots), []
     for least, stops in ((0, wanted), (0, None), (5, None), (2, wanted), (1, None), (10, None), (6, wanted)):
         cases = by_hand(model, least, stops)
