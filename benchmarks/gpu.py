@@ -21,6 +21,7 @@ import time
 from common import RESULTS, ROOT, installed, table, write_results
 
 KERNEL_TESTS = [*map(str, sorted(ROOT.glob("tests/*/test_cuda_*.py")))]
+KERNEL_TESTS += ["tests/compute/test_layer_kernels.py", "tests/generation/test_sampling.py"]
 TESTS = {"kernel_tests": KERNEL_TESTS, "tests": ["tests/gpu"]}
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
 PYTEST += ["-n", "4", "--dist", "worksteal"] if installed("xdist") else []  # compiling kernels takes CPUs

@@ -11,15 +11,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.compute.cpu import kernels
+from trainer.generation import engine
 from trainer.generation.cuda_graphs import CudaGraphs
+from trainer.generation.sampler_copy import SamplerCopy
 
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "_unique2", "unique_dim"}
-WAITS |= {"lift_fresh"}  # torch.tensor(a list): a copy from memory that is not pinned
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "masked_scatter", "equal", "bincount", "_unique2"}
+WAITS |= {"unique_dim", "lift_fresh"}  # torch.tensor(a list): a copy from memory that is not pinned
+
+
+LAY_OUT = SamplerCopy._lay_out  # as a CPU's copy is
 
 
 def without_kernels(monkeypatch):
     """Compute with torch's operations alone."""
     monkeypatch.setattr(kernels, "library", lambda: None)
+
+
+def lay_out_as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
+
+
+def sample_as_on_a_gpu(monkeypatch):
+    """Samplers take the branches of a GPU, and capture their steps here."""
+    without_kernels(monkeypatch)
+    lay_out_as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
 
 
 class Waits(TorchDispatchMode):
@@ -36,10 +52,12 @@ class Waits(TorchDispatchMode):
             with self:  # in inference mode, operations come as they were called
                 return func.decompose(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        picks = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
-        by_mask = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in picks)
-        repeats = func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
-        if name in WAITS or by_mask or repeats:  # a mask: it is looked up where it is True
+        found = name in WAITS
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # where is the mask True?
+            found = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        if func is torch.ops.aten.repeat_interleave.Tensor:
+            found = kwargs.get("output_size") is None
+        if found:
             self.found.append(name)
             if self.refuse:
                 raise RuntimeError(f"operation not permitted when stream is capturing: {name}")

@@ -1,7 +1,5 @@
-"""Attention of packed rows: padded, by torch's flash attention (here its definition), and of single queries.
-
-The kernel of flash attention needs a GPU (tests/gpu), compiled attention is in test_cpu_kernels.py.
-"""
+"""Attention of packed rows: compiled, padded, by torch's flash attention (here its definition: its kernel
+needs a GPU), and of single queries."""
 
 import warnings
 from itertools import pairwise
@@ -10,16 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import tiny_llama
 from torch.nn.attention import varlen
-from transformers import MistralConfig, MistralForCausalLM
 
-from trainer.compute import attention
+from trainer.compute import attention, fused_layers
 from trainer.compute.batching import Layout
-from trainer.compute.scoring import pack_sequences, packed_states, prepare_training
+from trainer.compute.cpu import kernels as cpu
 
 LENGTHS = [7, 7, 1, 12, 3]
-TOKENS = torch.randint(20, (5, 12), generator=torch.Generator().manual_seed(0))
 
 
 def by_definition(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
@@ -67,98 +62,62 @@ def here(monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", by_definition)
 
 
-def sliding():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = MistralConfig(vocab_size=20, num_key_value_heads=2, sliding_window=4, **sizes)
-    return MistralForCausalLM(config).eval()
-
-
-def llama():
-    return tiny_llama(20, layers=2, spread=2.0)
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("make", [llama, sliding])
-def test_packed_states_and_gradients_are_those_of_padded_sequences(make, compiled, monkeypatch):
-    """Only real tokens are computed."""
-    if not compiled:
-        monkeypatch.setattr(attention, "MAX_COMPILED_SIZE", 0)
-    results = []
-    for packed in (False, True):
-        net, rows = make().base_model.requires_grad_(True), []
-        assert not packed or pack_sequences(net)
-        net.layers[0].mlp.register_forward_hook(lambda *given, rows=rows: rows.append(given[2].shape[:-1]))
-        states = packed_states(net, TOKENS, Layout(LENGTHS))[0]
-        states.square().sin().sum().backward()
-        results.append([states, *(p.grad for p in net.parameters())])
-        assert rows == [(1, sum(LENGTHS)) if packed else TOKENS.shape]
-    assert results[0][0].shape == (sum(LENGTHS), 32)
-    for padded, packed in zip(*results, strict=True):
-        assert (padded - packed).abs().max() < 2e-5 * max(1, padded.abs().max())
-
-
-@pytest.mark.parametrize("kernel", [by_definition, with_gqa])
-@pytest.mark.parametrize("window", [None, 1, 4, 99])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-def test_flash_and_padded_attention_are_by_definition(heads, window, kernel, here, monkeypatch):
-    """In fp64, which no real kernel takes, so that a wrong place cannot hide behind rounding."""
-    packing, calls = Layout(LENGTHS), []
-    rows = [torch.randn(1, n, sum(LENGTHS), 8, dtype=torch.float64) for n in (heads[0], heads[1], heads[1])]
+@pytest.mark.parametrize("kind", ["compiled", "compiled in bf16", "padded", "flash", "flash of torch 2.13"])
+@pytest.mark.parametrize("window", [None, 1, 4, 20, 99])
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(6, 2, 6), (3, 3, 16), (4, 1, 34)])
+def test_packed_sequences_attend_as_each_does_alone_in_fp64(heads, groups, dim, window, kind, monkeypatch):
+    """Flash attention in fp64 too, which no real kernel takes, so that a wrong place cannot hide behind
+    rounding."""
+    compiled = "compiled" in kind
+    if compiled and cpu.library() is None:
+        pytest.skip("no C compiler here")
+    lengths, calls = [37, 16, 5, 1, 64], []
+    packing = Layout(lengths)
+    rows = [torch.randn(1, sum(lengths), n, dim) for n in (heads, groups, groups)]
+    angle = torch.randn(1, sum(lengths), 1, dim // 2)
+    turns = [torch.cat((x, x), -1) for x in (angle.cos(), angle.sin())]
+    kernel = with_gqa if "2.13" in kind else by_definition
 
     def called(*args, **more):
-        calls.append(more["window_size"])
+        calls.append(args)
         return kernel(*args, **more)
 
     called.__kwdefaults__ = kernel.__kwdefaults__
     monkeypatch.setattr(varlen, "varlen_attn", called)
+    monkeypatch.setattr(attention, "FLASH_DEVICE", "cpu" if "flash" in kind else "cuda")
 
-    def exact(query, key, value):
-        last = (window or 0) - 1
-        starts = packing.starts.int()
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return by_definition(q, k, v, starts, starts, 12, 12, scale=0.3, window_size=(last, 0))[None]
+    def rotated(*rows):
+        rows = [x.transpose(1, 2) for x in rows]
+        cos, sin = (x.double().transpose(1, 2) for x in turns)
+        return *(fused_layers._rotate(x, cos, sin) for x in rows[:2]), rows[2]
+
+    def wanted(*rows):
+        rows, starts = [x[0].transpose(0, 1) for x in rotated(*rows)], packing.starts.int()
+        return by_definition(*rows, starts, starts, 64, 64, scale=0.4, window_size=((window or 0) - 1, 0))[
+            None
+        ]
 
     def ours(*rows):
-        more = {"scaling": 0.3, "sliding_window": window}
-        return attention.attention(None, *rows, None, packing=packing, **more)[0]
+        if compiled:
+            return attention.rotated_attention(*rows, *turns, packing, window, 0.4)
+        more = {"packing": packing, "scaling": 0.4, "sliding_window": window}
+        return attention.attention(None, *rotated(*rows), None, **more)[0]
 
-    results = []
-    for device, function in (("cuda", exact), ("cuda", ours), ("cpu", ours)):
-        monkeypatch.setattr(attention, "FLASH_DEVICE", device)
-        copies = [x.clone().requires_grad_(True) for x in rows]
-        out = function(*copies)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), copies)])
-        assert bool(calls) == (device == "cpu")
-    assert calls[-1] == (window - 1 if window else -1, 0)
-    for found in results[1:]:
-        for one, other in zip(results[0], found, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("make", [llama, sliding])
-def test_a_model_in_bf16_computes_the_same_with_flash_attention(make, here, monkeypatch):
-    """Under autocast: as far from the states in fp32 as padded attention is, within a factor. The trial may
-    be in the first forward of gradient checkpointing: what it keeps must not count as the layer's."""
-    found = []
-    for device, dtype, checkpointing in (
-        ("cuda", torch.float32, 0),
-        ("cuda", torch.bfloat16, 0),
-        ("cpu", torch.bfloat16, 0),
-        ("cpu", torch.bfloat16, 1),
-    ):
-        monkeypatch.setattr(attention, "FLASH_DEVICE", device)
-        attention._flash_works.cache_clear()
-        net = make().base_model.requires_grad_(True)
-        prepare_training(net, checkpointing)
-        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-            states = packed_states(net, TOKENS, Layout(LENGTHS))[0].float()
-        states.sin().sum().backward()
-        assert attention._flash_works.cache_info().currsize == (device == "cpu")
-        found.append([states, *(p.grad for p in net.parameters())])
-    exact, padded, flash, _ = (x[0] for x in found)
-    assert 0 < (flash - exact).abs().max() < 2 * (padded - exact).abs().max()
-    assert all(a.equal(b) for a, b in zip(*found[2:], strict=True))
+    dtype = torch.bfloat16 if "bf16" in kind else torch.float32 if compiled else torch.float64
+    rows = [x.to(dtype) for x in rows]
+    results, upstream = [], torch.randn(rows[0].shape)
+    for function, kind_ in ((wanted, torch.float64), (ours, dtype)):
+        leaves = [x.to(kind_, copy=True).requires_grad_() for x in rows]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad((out * upstream.to(kind_)).sum(), leaves)])
+    assert bool(calls) == ("flash" in kind)
+    if compiled:  # its arrays must fit on a thread's stack
+        monkeypatch.setattr(attention, "MAX_COMPILED_SIZE", 64 * max(16, dim) - 1)
+        assert ours(*rows) is None
+    near = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for exact, found in zip(*results, strict=True):
+        assert (exact.shape, found.dtype) == (found.shape, dtype)
+        assert (exact - found).abs().max() <= near * max(1, exact.abs().max())
 
 
 def _refuses(*args, scale=None, **more):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from recorded_graphs import Waits
 from tiny import tiny_llama
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.critic import CriticModel
 from trainer import ppo
@@ -32,41 +32,30 @@ def make_rollout(count=7, seed=0):
     return Rollout(tokens, prompt, response, torch.ones(count, dtype=torch.bool), **fields)
 
 
-def test_tables_by_hand():
-    """Two sequences of 3 and 4 tokens, whose responses have 2 and 1."""
-    layout = Layout.of_responses([1, 3], [2, 1])
-    tables = {name: x.tolist() for name, x in vars(layout).items() if torch.is_tensor(x)}
-    assert (layout.lengths, layout.longest) == ([3, 4], 4)
-    assert (layout.prompt_len, layout.response_len) == ([1, 3], [2, 1])
-    assert tables == {
-        "starts": [0, 3, 7],
-        "length": [3, 4],
-        "row": [0, 0, 0, 1, 1, 1, 1],
-        "position": [0, 1, 2, 0, 1, 2, 3],
-        "wanted_row": [0, 0, 1],
-        "wanted_position": [1, 2, 3],
-        "predicted_by": [0, 1, 5],  # one place before each: the state that predicts it
-        "response": [0, 1, 2],  # in [2, 2]: the last place is padding
-    }
-    row, column = _ragged([2, 0, 3])  # an empty row
-    assert (row.tolist(), column.tolist()) == ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
-
-
 def test_tables_are_those_of_the_masks():
     rollout = make_rollout()
     layout, mask = rollout.layout, rollout.mask
+    lengths = rollout.prompt_len + rollout.response_len
     assert mask.equal(torch.arange(mask.shape[1]) < rollout.response_len[:, None])
+    assert (layout.lengths, layout.longest) == (lengths.tolist(), lengths.max())
+    assert layout.shape == mask.shape
+    assert layout.length.equal(lengths)
+    assert layout.starts.tolist() == [0, *lengths.cumsum(0).tolist()]
     row, column = mask.nonzero(as_tuple=True)
     real = length_mask(layout.length, rollout.tokens.shape[1])
     assert torch.stack([layout.row, layout.position]).equal(real.nonzero().T)
     assert layout.wanted_row.equal(row)
     assert layout.wanted_position.equal(rollout.prompt_len[row] + column)
+    assert layout.predicted_by.equal(layout.starts[row] + layout.wanted_position - 1)
+    assert layout.response.equal(mask.flatten().nonzero().squeeze(1))
     flat = torch.randn(int(mask.sum()), requires_grad=True)
     spread = layout.spread(flat)
     assert spread.equal(torch.zeros(mask.shape).masked_scatter(mask, flat))
     weights = torch.randn(mask.shape)
     (gradient,) = torch.autograd.grad((spread * weights).sum(), flat)
     assert gradient.equal(weights[mask])
+    row, column = _ragged([2, 0, 3])  # an empty row
+    assert (row.tolist(), column.tolist()) == ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
 
 
 def test_rows_cut_off_padding_keep_fields_together_and_have_tables_of_their_own():
@@ -106,11 +95,13 @@ def test_micro_batches_hold_each_row_once_within_the_budget_and_waste_little():
     assert computed < 1.1 * sum(lengths)
 
 
-def fitting(lengths, limit=1 << 20, pieces=1, budget=4096):
-    """-> ``gradients_that_fit`` of these lengths, as a function, and what it fills: the cuts that it tried.
-    limit: the most sequences that fit."""
-    cuts = []
-    run = SimpleNamespace(progress=SimpleNamespace(token_budget=budget), optimizers={}, in_step=None)
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("limit", [1 << 20, 3])
+def test_no_accumulation_step_holds_more_than_its_share_of_the_tokens_or_than_fits(pieces, limit):
+    """However the lengths are mixed: --accumulation_steps is there to save memory. A budget that fitted is
+    kept for the rest of the run. limit: the most sequences that fit."""
+    lengths, cuts = ([100] * 10 if limit == 3 else [100] * 4 + [10] * 60), []
+    run = SimpleNamespace(progress=SimpleNamespace(token_budget=4096), optimizers={}, in_step=None)
     run.loss_scale = LossScale(torch.float32)
 
     def loss_of(rows):
@@ -119,40 +110,16 @@ def fitting(lengths, limit=1 << 20, pieces=1, budget=4096):
             raise torch.OutOfMemoryError("out of memory")
         return torch.zeros((), requires_grad=True), Metrics()
 
-    return lambda: gradients_that_fit(run, [(lengths, loss_of)], pieces), cuts
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 4])
-def test_no_accumulation_step_holds_more_than_its_share_of_the_tokens(pieces):
-    """However the lengths are mixed: --accumulation_steps is there to save memory."""
-    learn, cuts = fitting([100] * 4 + [10] * 60, pieces=pieces)
-    learn()
-    assert max(cuts) <= 1000 / pieces
-    assert len(cuts) == 1 if pieces == 1 else len(cuts) >= pieces
-
-
-def test_a_budget_that_fitted_is_kept_for_the_rest_of_the_run():
-    learn, cuts = fitting([100] * 10, limit=3)
-    learn()
-    assert cuts == [1000, 500, *[200] * 5]
-    learn()
-    assert cuts[7:] == [200] * 5
-
-
-WAITS = ("item", "tolist", "nonzero", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__")
-DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "masked_scatter", "repeat_interleave")
-
-
-class _NoWaits(TorchDispatchMode):
-    """Refuses operations for which the host would wait for a GPU: their results' shapes depend on data."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        sized = kwargs.get("output_size") is not None
-        masks = [x for x in args[1] if x is not None and x.dtype == torch.bool] if name == "index" else []
-        assert not masks, "indexing with a mask"
-        assert name not in DATA_DEPENDENT or sized, name
-        return func(*args, **kwargs)
+    gradients_that_fit(run, [(lengths, loss_of)], pieces)
+    if limit == 3:
+        too_large = {1: [1000, 500], 2: [500], 4: []}
+        assert cuts == [*too_large[pieces], *[200] * 5]
+        cuts.clear()
+        gradients_that_fit(run, [(lengths, loss_of)], pieces)
+        assert cuts == [200] * 5
+    else:
+        assert max(cuts) <= 1000 / pieces
+        assert len(cuts) == 1 if pieces == 1 else len(cuts) >= pieces
 
 
 @contextmanager
@@ -162,10 +129,11 @@ def no_waits(monkeypatch):
     def refused(self, *args, **kwargs):
         raise AssertionError("waits for the GPU")
 
-    with monkeypatch.context() as patch, _NoWaits():
-        for name in WAITS:
+    with monkeypatch.context() as patch, Waits(refuse=False) as waits:
+        for name in ("item", "tolist", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__"):
             patch.setattr(torch.Tensor, name, refused)
         yield
+    assert set(waits.found) <= {"lift_fresh"}  # lists that become tensors in pinned memory (``send``)
 
 
 @pytest.mark.parametrize("kl_in_reward", [0.0, 0.1])

@@ -1,4 +1,4 @@
-"""Fused layers: the same values and gradients as transformers' own; layers of other kinds are left alone."""
+"""Packed rows and fused layers: the values and gradients of padded rows and of transformers' own layers."""
 
 import collections
 import copy
@@ -6,13 +6,15 @@ import copy
 import pytest
 import torch
 import transformers as T
-from tiny import tiny_llama
+from test_attention import by_definition
+from torch.nn.attention import varlen
 
-from trainer.compute import fused_layers
+from trainer.compute import attention, fused_layers
 from trainer.compute.batching import Layout
+from trainer.compute.cpu import kernels
 from trainer.compute.fused_layers import _layer_forward, attention_forward, fuse_layers, is_fused, mlp_forward
 from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
-from trainer.compute.scoring import pack_sequences, packed_states
+from trainer.compute.scoring import pack_sequences, packed_states, prepare_training
 
 SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -21,6 +23,11 @@ KNOWN = {
     "llama with biases": T.LlamaConfig(**SIZES, attention_bias=True),
     "qwen2": T.Qwen2Config(**SIZES),
     "qwen3": T.Qwen3Config(**SIZES, head_dim=16),
+}
+OTHERS = {
+    "mistral": T.MistralConfig(**SIZES, sliding_window=4),
+    "gemma": T.GemmaConfig(**SIZES, head_dim=16),
+    "cohere": T.CohereConfig(**SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2),
 }
 
 
@@ -55,19 +62,48 @@ def assert_same(plain, fused):
         assert (a - b).abs().max() < 2e-5 * max(1, a.abs().max())
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_values_and_gradients_are_those_of_transformers(name):
-    plain, fused = (build(KNOWN[name]).base_model for _ in range(2))
-    assert pack_sequences(fused)
-    layer = fused.layers[0]
-    assert is_fused(layer, _layer_forward)
-    assert is_fused(layer.self_attn, attention_forward)
-    assert is_fused(layer.mlp, mlp_forward)
-    assert "forward" in vars(layer.input_layernorm)
+@pytest.fixture(params=["compiled", "padded attention", "flash attention", "torch"])
+def way(request, monkeypatch):
+    """How a CPU computes here. Flash attention is its definition, which only computes in half precision."""
+    if "attention" in request.param:
+        monkeypatch.setattr(attention, "MAX_COMPILED_SIZE", 0)
+    if request.param == "torch":
+        monkeypatch.setattr(kernels, "library", lambda: None)
+    attention._flash_works.cache_clear()
+    if request.param == "flash attention":
+        monkeypatch.setattr(attention, "FLASH_DEVICE", "cpu")
+        monkeypatch.setattr(varlen, "varlen_attn", by_definition)
+    yield request.param
+    tried = attention._flash_works.cache_info().currsize
+    attention._flash_works.cache_clear()
+    assert bool(tried) == (request.param == "flash attention")
+
+
+@pytest.mark.parametrize("name", [*KNOWN, *OTHERS])
+def test_values_and_gradients_are_those_of_padded_rows_and_of_transformers(name, way):
+    """Only real tokens are computed; in bf16 on a CPU in few shapes: oneDNN compiles code for each."""
+    plain, packed = (build((KNOWN | OTHERS)[name]).base_model for _ in range(2))
+    assert pack_sequences(packed)
+    layer, rows = packed.layers[0], []
+    fused = name in KNOWN
+    assert is_fused(layer, _layer_forward) == is_fused(layer.self_attn, attention_forward) == fused
+    assert is_fused(layer.mlp, mlp_forward) == ("forward" in vars(layer.input_layernorm)) == fused
+    assert fused or not any("forward" in vars(module) for module in packed.modules())
+    for net in (plain, packed):
+        net.layers[0].mlp.register_forward_hook(lambda *given: rows.append(given[2].shape[:-1]))
     exact = states_and_gradients(plain)
-    assert_same(exact, states_and_gradients(fused))
+    assert_same(exact, states_and_gradients(packed))
+    assert rows == [(5, 40), (1, 129)]
     for dtype in (torch.bfloat16, torch.float16):
-        assert_as_near(exact, *(states_and_gradients(net, dtype) for net in (plain, fused)))
+        assert_as_near(exact, *(states_and_gradients(net, dtype) for net in (plain, packed)))
+    assert rows[2:] == [(5, 40), (1, 3 * PRODUCT_ROW_MULTIPLE), (5, 40), (1, 129)]
+    # The trial of flash attention in a checkpointed forward: what it keeps must not count as the layer's.
+    attention._flash_works.cache_clear()
+    wanted = states_and_gradients(packed, torch.bfloat16)
+    attention._flash_works.cache_clear()
+    prepare_training(packed, gradient_checkpointing=1)
+    found = states_and_gradients(packed, torch.bfloat16)
+    assert all(a.equal(b) for a, b in zip(wanted, found, strict=True))
 
 
 @pytest.fixture
@@ -138,20 +174,6 @@ def test_a_copy_computes_with_its_own_weights():
     assert other(torch.arange(9)[None]).logits.abs().max() == 0
 
 
-OTHERS = [
-    T.GemmaConfig(**SIZES, head_dim=16),
-    T.MistralConfig(**SIZES, sliding_window=4),
-    T.CohereConfig(**SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2),
-]
-
-
-@pytest.mark.parametrize("config", OTHERS, ids=lambda config: config.model_type)
-def test_other_families_stay_what_they_are(config):
-    net = build(config).base_model
-    fuse_layers(net, lambda: states_of(net))
-    assert not any("forward" in vars(module) for module in net.modules())
-
-
 def states_of(net):
     return packed_states(net, torch.arange(18).view(2, 9), Layout([9, 7]))[0]
 
@@ -204,18 +226,3 @@ def test_the_trial_keeps_little_and_leaves_what_trains_as_it_was():
 
     with pytest.raises(torch.OutOfMemoryError):
         fuse_layers(net, fails)
-
-
-def test_in_bf16_on_a_cpu_row_counts_are_rounded_to_multiples():
-    """oneDNN compiles code for every new shape, so packed rows are padded to few shapes, and so are decoded
-    ones (test_engine.py)."""
-    model, seen = tiny_llama(20, layers=2), []
-    pack_sequences(model.base_model)
-    model.base_model.layers[0].mlp.register_forward_hook(
-        lambda module, args, output: seen.append(output.shape[:-1].numel())
-    )
-    tokens, lengths = torch.randint(20, (3, 50)), torch.tensor([50, 30, 7])
-    with torch.autocast("cpu", torch.bfloat16):
-        states = packed_states(model.base_model, tokens, Layout(lengths))[0]
-    assert len(states) == 87
-    assert seen == [2 * PRODUCT_ROW_MULTIPLE]

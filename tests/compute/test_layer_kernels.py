@@ -1,4 +1,4 @@
-"""The kernels of layers in C and in Triton, and those of log-probs in Triton, beside torch's operations.
+"""The kernels of layers and of decoding in C and in Triton, and those of log-probs in Triton, beside torch's.
 
 Triton's run on a GPU where there is one, else in its interpreter."""
 
@@ -154,11 +154,10 @@ def test_rms_norm_of_a_model_in_half_precision(layers):
 
 def test_no_rows(layers):
     """A mixture of experts may have an expert without tokens."""
-    x, weight = numbers(0, 96).requires_grad_(), numbers(96).requires_grad_()
+    x, up, weight = (numbers(*shape).requires_grad_() for shape in ((0, 96), (0, 96), (96,)))
     y = add_norm(x, None, weight, 1e-6)[1]
     assert y.shape == (0, 96)
     assert torch.autograd.grad(y.sum(), weight)[0].equal(torch.zeros_like(weight))
-    up = x.detach().clone().requires_grad_()
     assert [z.shape for z in torch.autograd.grad(gated(x, up).sum(), [x, up])] == [(0, 96)] * 2
 
 
@@ -205,6 +204,53 @@ def test_gates_at_the_ends_of_what_fp32_holds(layers):
     assert y[7].isnan()
 
 
+# query heads, groups, head_dim, window, whether heads are normed
+HEADS = [(4, 4, 16, None, 0), (6, 2, 20, 3, 1), (7, 1, 6, None, 1), (14, 2, 64, 9, 0), (14, 1, 128, 1, 0)]
+HEADS += [(4, 2, 80, 7, 1), (34, 1, 16, 40, 0)]
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim", "window", "normed"), HEADS)
+def test_decoding(layers, heads, groups, dim, window, normed):
+    """A new token is normed, rotated and kept, and attends to its row of the cache, as in fp64. Rows at the
+    first and the last column, and between. What a row has not reached holds NaN."""
+    block, n = layers.lanes(), 4
+    width = 75 + (-75 % block if block else 0)
+    positions = torch.tensor([0, width - 1, 33, 15], device=DEVICE)
+    reached = torch.arange(width, device=DEVICE) < positions[:, None]
+    empty = F.pad(~reached, (0, 0, 0, 1), value=True)[:, None, :, None]  # and a row that is not live
+    place = torch.arange(n, device=DEVICE), slice(None), positions
+    angle = numbers(n, 1, 1, dim // 2, seed=4)
+    for dtype in types_of(layers):
+        near = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+        cache = [numbers(n + 1, groups, width, dim, dtype=dtype, seed=i) for i in (1, 2)]
+        cache = [x.masked_fill(empty, torch.nan) for x in cache]
+        joint = numbers(n, heads + 2 * groups, dim, dtype=dtype, seed=3)
+        cos, sin = (torch.cat((x, x), -1).to(dtype) for x in (angle.cos(), angle.sin()))
+        norms = [1 + 0.3 * numbers(dim, dtype=dtype, seed=i) for i in (5, 6)] if normed else [None, None]
+        keys, values = (x.clone() for x in cache)
+        if block:
+            keys = keys.unflatten(2, (-1, block)).transpose(3, 4).contiguous()
+        out = layers.decode_attention(joint, cos, sin, norms, 1e-3, positions, keys, values, window, 0.3)
+        if block:
+            keys = keys.transpose(3, 4).flatten(2, 3)
+
+        q, k, v = joint.double().split([heads, groups, groups], 1)
+        if normed:
+            q, k = (F.rms_norm(x, (dim,), w.double(), 1e-3) for x, w in zip((q, k), norms, strict=True))
+        c, s, half = cos[:, 0].double(), sin[:, 0].double(), dim // 2
+        q, k = (x * c + torch.cat((-x[..., half:], x[..., :half]), -1) * s for x in (q, k))
+        for found, old, new in ((keys, cache[0], k), (values, cache[1], v)):
+            assert (found[place].double() - new).abs().max() < near * new.abs().max()
+            old[place] = found[place]
+            assert found.nan_to_num(7).equal(old.nan_to_num(7))  # nothing else was written
+        assert out.dtype == dtype
+        for row, last in enumerate(positions.tolist()):
+            seen = slice(max(0, last + 1 - (window or width)), last + 1)
+            own = (x[row, :, seen].double() for x in (keys, values))
+            wanted = F.scaled_dot_product_attention(q[row, :, None], *own, scale=0.3, enable_gqa=True)
+            assert (out[row].double() - wanted.squeeze(1)).abs().max() < near * wanted.abs().max()
+
+
 def logits_and_targets(size):
     """Seven rows that a softmax may get wrong; targets at both edges."""
     logits = 5 * numbers(7, size)
@@ -245,26 +291,16 @@ def test_token_logprobs_and_their_gradient(size, temperature):
         assert_near(ours, wanted, dtype)
 
 
-def test_impossible_tokens_and_nan():
-    """The log-prob of an impossible target is the lowest number, as with the other kernels; NaN stays NaN."""
-    logits = torch.zeros(3, 300, device=DEVICE)
-    logits[0, 7], logits[1, 100], logits[2] = -torch.inf, torch.nan, -torch.inf
-    logprobs, entropy, total = torch.empty(3, 3, device=DEVICE)
-    targets = torch.full((3,), 7, device=DEVICE)
-    kernels.token_logprobs(logits, targets, 1.0, logprobs, entropy, total)
-    assert logprobs[0] == torch.finfo(torch.float32).min
-    assert entropy[[0, 2]].exp().tolist() == pytest.approx([299, 300], rel=1e-4)  # as if all were equal
-    assert logprobs[1].isnan()
-    assert entropy[1].isnan()
-
-
-def test_tensors_must_be_contiguous_and_of_known_types(monkeypatch):
-    monkeypatch.setattr(compute_kernels, "kernels_of", lambda kind: kernels)
-    x = torch.zeros(4, 6, device=DEVICE)
-    assert kernels_for(x, None, x.half(), x.bfloat16()) is kernels
-    assert kernels_for(x, x.double()) is None
-    assert kernels_for(x, x.T) is None
-    assert kernels_for(x, result=torch.float64) is None
+def test_tensors_that_the_kernels_cannot_compute_are_left_to_torch(layers, monkeypatch):
+    """A result in a type that they do not have would be written as if it were fp32."""
+    monkeypatch.setattr(compute_kernels, "kernels_of", lambda kind: layers)
+    x = torch.ones(4, 16, device=DEVICE)
+    known = types_of(layers)
+    assert kernels_for(x, None, *(x.to(dtype) for dtype in known), result=known[-1]) is layers
+    for other in (x.double(), x.T, x[:, ::2], x.to("meta"), *(x.to(t) for t in DTYPES if t not in known)):
+        assert kernels_for(x, other) is None
+    for dtype in {torch.float64, *DTYPES} - set(known):
+        assert kernels_for(x, result=dtype) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -30,6 +30,7 @@ def functions(request, monkeypatch):
             pytest.skip("Triton compiles for the GPU, and these tensors are not there")
         monkeypatch.setattr(logprobs, "kernels_of", lambda kind: kernels)
         monkeypatch.setattr(logprobs, "GPU", "cpu")
+    return request.param
 
 
 def chunks(monkeypatch, numbers, kept):
@@ -122,6 +123,24 @@ def test_values_and_gradients_are_those_of_autograd(sizes, drawn, tolerance):
     same(gradients(*draw(**drawn)), exact_gradients(*draw(**drawn)), tolerance)
 
 
+@torch.no_grad()
+def test_impossible_targets_and_logits_that_are_no_numbers(functions):
+    """The log-prob of an impossible target is about the lowest number; NaN stays NaN."""
+    lowest = torch.finfo(torch.float32).min
+    rows = torch.zeros(3, 300)
+    rows[0, 7], rows[1, 100], rows[2] = -torch.inf, torch.nan, -torch.inf
+    head = torch.nn.Linear(3, 300)
+    head.weight.data, head.bias.data = torch.zeros(300, 3), torch.zeros(300)
+    logs, entropy = token_logprobs(
+        head, torch.eye(3), torch.full((3,), 7), 1.0, lambda logits, chunk: logits.copy_(rows[chunk])
+    )
+    assert logs[0] == pytest.approx(lowest)
+    assert entropy[0].exp().item() == pytest.approx(299, rel=1e-4)
+    assert logs[1].isnan() and entropy[1].isnan()
+    if functions == "a GPU's functions":  # of a row without a possible token: as if all were equal
+        assert entropy[2].exp().item() == pytest.approx(300, rel=1e-4)
+
+
 def test_of_impossible_tokens_they_are_0(sizes):
     head, states, targets, upstream = draw()
     with torch.no_grad():
@@ -210,16 +229,19 @@ def test_logits_are_computed_again_only_if_they_are_several_chunks(
     assert done.largest == tokens_in_chunk * 500
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_on_a_gpu_logits_are_fp32_and_products_are_in_the_dtype(dtype):
+def test_logits_are_fp32_on_a_gpu_and_products_are_in_the_dtype():
     """Tensors without numbers stand for those of a GPU: only what is asked of it is known."""
-    with FakeTensorMode(), Operations() as asked:
-        states, weight, bias = (torch.empty(*s, device="cuda") for s in ((3, 8), (20, 8), (20,)))
-        for b in (None, bias):
-            logits = logprobs.head_logits(states, weight, b, dtype)
-            assert (logits.dtype, logits.shape, logits.is_cuda) == (torch.float32, (3, 20), True)
-    products = [args for name, args in asked.seen if name.startswith("aten.mm")]
-    assert [args[0].dtype for args in products] == [args[1].dtype for args in products] == [dtype] * 2
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with FakeTensorMode(), Operations() as asked:
+            states, weight, bias = (torch.empty(*s, device="cuda") for s in ((3, 8), (20, 8), (20,)))
+            for b in (None, bias):
+                logits = logprobs.head_logits(states, weight, b, dtype)
+                assert (logits.dtype, logits.shape, logits.is_cuda) == (torch.float32, (3, 20), True)
+        products = [args for name, args in asked.seen if name.startswith("aten.mm")]
+        assert [args[0].dtype for args in products] == [args[1].dtype for args in products] == [dtype] * 2
+    states, weight = torch.randn(3, 8), torch.randn(20, 8)
+    assert logprobs.head_logits(states, weight, None, torch.bfloat16).dtype == torch.bfloat16
+    torch.testing.assert_close(logprobs.head_logits(states, weight, None, torch.float32), states @ weight.T)
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch that is built for CUDA")
@@ -229,9 +251,3 @@ def test_on_a_gpu_gradients_of_the_weight_are_added_in_fp32():
         grad, states = (torch.empty(*s, device="cuda", dtype=torch.bfloat16) for s in ((5, 20), (5, 8)))
         logprobs._add_product(torch.zeros(20, 8, device="cuda"), grad.T, states)
     assert [name for name, _ in asked.seen if "mm" in name] == ["aten.addmm.dtype_out"]
-
-
-def test_on_a_cpu_logits_are_in_the_dtype_of_the_products():
-    states, weight = torch.randn(3, 8), torch.randn(20, 8)
-    assert logprobs.head_logits(states, weight, None, torch.bfloat16).dtype == torch.bfloat16
-    torch.testing.assert_close(logprobs.head_logits(states, weight, None, torch.float32), states @ weight.T)

@@ -12,11 +12,9 @@ from tiny import flags, read_jsonl, run_files, same_run, save_reward_dir, tiny_l
 from errors import InputError
 from trainer import train_ppo
 from trainer.compute import precision
-from trainer.compute.cpu import kernels
-from trainer.compute.precision import LossScale, fast_dtype, set_precision
-from trainer.compute.scoring import PolicyScorer
+from trainer.compute.precision import LossScale
 from trainer.generation.engine import Sampler
-from trainer.generation.sampling import noise_keys, sample_tokens
+from trainer.generation.sampling import noise_keys
 from trainer.inputs import check_sampling
 from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.metrics import Metrics
@@ -193,18 +191,6 @@ def test_resumed_in_fp16_with_small_moments_it_ends_bit_for_bit_the_same(files, 
 GIVEN = [[2 + i % 7] * (1 + i % 5) for i in range(24)], noise_keys(7, 3, range(24)), [0], 10
 
 
-def test_the_sampler_copy_in_fp16_is_nearer_than_in_bf16():
-    policy, gaps = tiny_llama(10, layers=2, spread=2.0), {}
-    for dtype in (torch.float32, FP16, torch.bfloat16):
-        sampler = Sampler(policy, dtype)
-        rollout = sampler.sample(*GIVEN, 1.0)
-        scored = PolicyScorer(policy)(*rollout.sequences, 1.0)[0]
-        gaps[dtype] = (scored - rollout.sampler_logprobs).abs().sum() / rollout.mask.sum()
-        assert (sampler.copy.model.dtype, rollout.sampler_logprobs.dtype) == (dtype, torch.float32)
-    assert gaps[torch.float32] < gaps[FP16] < 0.5 * gaps[torch.bfloat16]
-    assert gaps[FP16] < 2e-3
-
-
 def test_a_policy_that_overflows_while_sampling_is_one_line():
     """Its norm is so large that its logits, finite in fp32, are beyond fp16's range."""
     policy = tiny_llama(10, layers=2, spread=2.0)
@@ -217,21 +203,6 @@ def test_a_policy_that_overflows_while_sampling_is_one_line():
             Sampler(policy, FP16).sample(*GIVEN, temperature)
 
 
-@pytest.mark.parametrize("size", [10, 64, 65])
-def test_logits_with_a_nan_give_valid_tokens_and_no_log_prob(size, monkeypatch):
-    """A GPU that reads behind a table takes the whole process down, before anything can be said."""
-    monkeypatch.setattr(kernels, "library", lambda: None)
-    for bad in (torch.nan, torch.inf):
-        logits = torch.randn(4, size)
-        logits[0], logits[1, 0], logits[2, -1] = bad, bad, bad
-        for temperature in (0, 0.7, 1.0):
-            for u in (0.0, 0.5, 1 - 2**-53):
-                u = torch.full((4,), u, dtype=torch.float64)
-                tokens, logprobs = sample_tokens(logits, temperature, u)
-                assert ((tokens >= 0) & (tokens < size)).all()
-                assert logprobs.isfinite().tolist() == [False, False, False, True]
-
-
 def test_a_reward_model_that_overflows_is_one_line(tmp_path):
     path = save_reward_dir(tmp_path, word_tokenizer(list("abcdefgh"), chat=True))
     model = load_reward_model(path, torch.device("cpu"), dtype=FP16)
@@ -240,26 +211,3 @@ def test_a_reward_model_that_overflows_is_one_line(tmp_path):
     model.model.score.weight.data.fill_(6e4)
     with pytest.raises(InputError, match=r"in float16 the --reward_model gives .* use --dtype float32"):
         model([("a b", "c")])
-
-
-@pytest.mark.parametrize("capability", [(6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (9, 0)])
-def test_auto_takes_fp16_on_gpus_that_are_fast_in_it_and_have_no_bf16(monkeypatch, capability):
-    """A V100 or T4, not a GTX 10; and never on a CPU."""
-    expected = {6: torch.float32, 7: FP16}.get(capability[0], torch.bfloat16)
-    for able in ({"avx512_fp16": True, "amx_fp16": True}, {}):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
-        assert fast_dtype("auto", torch.device("cpu")) == torch.float32
-    bf16 = expected == torch.bfloat16
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    gpu, matmul = torch.device("cuda"), torch.backends.cuda.matmul
-    sums = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-    before = torch.get_float32_matmul_precision(), {name: getattr(matmul, name) for name in sums}
-    try:
-        assert set_precision("auto", gpu) == expected
-        assert not any(getattr(matmul, name) for name in sums)  # sums of products stay in fp32
-        assert fast_dtype("float32", gpu) == torch.float32
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        for name, value in before[1].items():
-            setattr(matmul, name, value)

@@ -8,21 +8,56 @@ import torch.nn.functional as F
 from tiny import run_files, same_run, tiny_llama, train
 
 from model.weights import ScoreHead
-from trainer.compute import scoring
-from trainer.compute.precision import exact_products, set_precision
-from trainer.generation.sampling import running_sum
+from trainer.compute import precision, scoring
+from trainer.compute.precision import exact_products, fast_dtype, set_precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+MATMUL = torch.backends.cuda.matmul
+SUMS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
 
 @pytest.fixture(autouse=True)
 def settings_as_before():
     before = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
+    sums = {name: getattr(MATMUL, name) for name in SUMS}
     yield
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cuda.enable_cudnn_sdp(before[1])
+    for name, value in sums.items():
+        setattr(MATMUL, name, value)
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.mark.parametrize(
+    ("able", "onednn", "expected"),
+    [
+        ({"avx512_bf16": True}, True, torch.bfloat16),
+        ({"amx_bf16": True}, True, torch.bfloat16),
+        ({"avx2": True, "avx512_bf16": False}, True, torch.float32),
+        ({"avx512_fp16": True, "amx_fp16": True}, True, torch.float32),
+        ({"avx512_bf16": True}, False, torch.float32),  # with ONEDNN_MAX_CPU_ISA=AVX2
+    ],
+)
+def test_auto_takes_bf16_on_cpus_that_have_it(monkeypatch, able, onednn, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+    monkeypatch.setattr(precision, "onednn_takes_bf16", lambda: onednn)
+    assert fast_dtype("auto", CPU) == expected
+    assert [fast_dtype(name, CPU) for name in ("float32", "bfloat16")] == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("capability", [(6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (9, 0)])
+def test_auto_takes_fp16_on_gpus_that_are_fast_in_it_and_have_no_bf16(monkeypatch, capability):
+    """A V100 or T4, not a GTX 10. Sums of products stay in fp32."""
+    expected = {6: torch.float32, 7: torch.float16}.get(capability[0], torch.bfloat16)
+    bf16 = expected == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert set_precision("auto", GPU) == expected
+    assert not any(getattr(MATMUL, name) for name in SUMS)
+    assert fast_dtype("float32", GPU) == torch.float32
 
 
 def test_on_a_gpu_tf32_is_for_mixed_precision_only_and_cudnn_attention_is_off():
@@ -52,15 +87,10 @@ def test_models_are_compared_without_tf32_and_autocast_and_then_all_is_as_before
     assert torch.get_float32_matmul_precision() == "high"
 
 
-def test_what_is_not_packed_or_not_fused_is_said(monkeypatch):
-    model = tiny_llama(20, layers=1).base_model
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="LlamaModel: computed with padding"):
-        patch.setattr(scoring, "difference", lambda *args: "they differ")
-        assert not scoring.pack_sequences(model)
-    model.layers[0].mlp.act_fn = torch.nn.GELU()  # not the gate that ours computes
-    with pytest.warns(UserWarning, match=r"^LlamaModel: not fused, which is slower: its results differ$"):
-        assert scoring.pack_sequences(model)
-    assert "forward" not in vars(model.layers[0].mlp)
+def test_what_is_not_packed_is_said(monkeypatch):
+    monkeypatch.setattr(scoring, "difference", lambda *args: "they differ")
+    with pytest.warns(UserWarning, match="LlamaModel: computed with padding"):
+        assert not scoring.pack_sequences(tiny_llama(20, layers=1).base_model)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -105,12 +135,3 @@ def test_a_run_with_it_is_the_same_on_a_cpu(tmp_path):
     for flag in (0, 1):
         train(**files, **sizes, deterministic=flag, run_name="r", out_dir=tmp_path / f"out{flag}")
     same_run(tmp_path / "out0/r", tmp_path / "out1/r", 2)
-
-
-def test_cumulative_sums_never_fall():
-    """They are sums of whole numbers: --deterministic 1 refuses a GPU's sums of floats."""
-    x = torch.rand(5, 300) / 300
-    x[:, 100:150] = 0
-    sums = running_sum(x)
-    assert sums.sub(x.double().cumsum(-1)).abs().max() < 1e-12
-    assert (sums.diff() >= 0).all() and sums[:, 100:150].diff().eq(0).all()

@@ -45,14 +45,6 @@ def test_the_value_of_a_token_is_read_one_position_before_it(critic):
         assert (values[row, count:] == 0).all()
 
 
-def test_a_value_knows_the_tokens_before_its_own_and_no_other(critic):
-    changed = TOKENS[:1].clone()
-    changed[0, PROMPTS[0] + 1] = 9  # the response's second token
-    layout = Layout.of_responses(PROMPTS[:1], RESPONSES[:1])
-    before, after = (ValueScorer(critic)(tokens, layout)[0][0] for tokens in (TOKENS[:1], changed))
-    assert ((after - before).abs() < 1e-6).tolist() == [True, True, False, False]
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_log_probs_and_entropies_are_those_of_the_next_token(policy, temperature):
     plain = copy.deepcopy(policy)

@@ -1,98 +1,308 @@
-"""Sharded models (--shard 1): what they compute is what whole ones do, and how they end."""
+"""Sharded models (--shard 1): what they compute is what whole ones do, and how they end.
 
+The cases need several processes: a test starts this file once in each, which writes down what failed there.
+"""
+
+import copy
 import json
 import os
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/model")]
 
 import pytest
-from test_families import FAMILIES
-from tiny import PYTHON, finish, ranks, start_script
+import torch
+from test_families import FAMILIES, VOCAB
+from tiny import PYTHON, finish, ranks, start_script, tiny_llama
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-FEW = ("Llama, tied", "Qwen2", "Qwen3-MoE", "MiniMind 3 MoE")  # families that three processes try
-SCRIPT = os.path.join(os.path.dirname(__file__), "shard_cases.py")
+from errors import InputError
+from model.critic import CriticModel
+from model.lora import add_adapters, merged
+from model.weights import local_part, whole
+from trainer.compute.batching import Layout, micro_batches, pad_right
+from trainer.compute.memory import each_micro_batch
+from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
+from trainer.compute.sharding import InStep, layers_of, shard
+from trainer.generation.sampler_copy import SamplerCopy
+from trainer.runs.distributed import init_world, sum_gradients
+from trainer.runs.optimizer_step import clip_gradients, make_optimizer
+
+FEW = ("Llama, tied", "Qwen2", "Qwen3-MoE", "MiniMind 3 MoE")  # families
+PROMPT = 3  # tokens of a prompt
+RESPONSES = {0: (5, 2, 7), 1: (4, 6, 1, 3)}  # tokens of each process' responses
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def found(request, tmp_path_factory):
-    """What each process found."""
-    folder, size = tmp_path_factory.mktemp("cases"), request.param
-    for process in [start_script([PYTHON, SCRIPT, str(folder)], rank) for rank in ranks(size)]:
+def run(folder, processes, *kind):
+    """-> what each process has found"""
+    started = [start_script([PYTHON, __file__, str(folder), *kind], rank) for rank in ranks(processes)]
+    for process in started:
         finish(process, seconds=300)
-    return [json.loads((folder / f"{n}.json").read_text()) for n in range(size)]
+    return [json.loads((folder / f"{n}.json").read_text()) for n in range(processes)]
 
 
-def test_every_family_computes_the_same_in_parts(found):
-    """Log-probs and the summed gradient, bit for bit with two processes; with three, sums are rounded in
-    another order. Each process keeps about its share of the numbers, gathered layer by layer."""
-    limit, names = (0.0, FAMILIES) if len(found) == 2 else (2e-6, FEW)
-    for mine in found:
-        for name in names:
-            case = mine[name]
-            assert case["loss"] <= limit, name
-            assert case["gradient"] <= limit, name
-            assert case["norm"] < 1e-6, name
-            assert case["layers"] == 2, name
-    for name in names:
-        assert sum(mine[name]["share"] for mine in found) == pytest.approx(1, abs=0.06), name
-
-
-def test_in_bf16_layers_are_gathered_in_bf16_and_compute_as_whole_ones_do(found):
-    """Experts of Qwen3 compute outside autocast, in the dtype of their weights: there they are rounded."""
-    for mine in found:
-        for name in ("Llama, tied", "Qwen2", "MiniMind 3 MoE"):
-            case = mine[f"{name}, bf16"]
-            assert case["loss"] <= 1e-6, name
-            assert case["gradient"] <= (0 if len(found) == 2 else 1e-5), name
-        assert mine["Qwen3-MoE, bf16"]["gradient"] < 0.02
-
-
-@pytest.mark.parametrize("case", ["checkpointing", "adapters", "critic"])
-def test_checkpointed_layers_adapters_and_the_critic_do(found, case):
-    for mine in found:
-        assert mine[case]["loss"] <= 1e-6
-        assert mine[case]["gradient"] <= 2e-6
-        assert mine[case]["layers"] == 3
-
-
-def test_experts_that_a_process_does_not_reach_are_summed_too(found):
-    """Without torch 2.13's option the sums would be those of different experts, and nothing would say so."""
-    for mine in found:
-        assert mine["unreached"] is None or mine["unreached"] < 1e-6
-
-
-def test_three_optimizer_steps_with_moments_in_bf16_are_nearly_those_of_a_whole_model(found):
-    """Clipping by the norm over all processes, AdamW on the parts, rounded with other random bits. Of those
-    in fp32 test_processes.py has whole runs."""
-    for mine in found:
-        assert mine["steps"] < 1e-3
-
-
-def test_the_sampler_gathers_whole_weights_and_frees_them(found):
-    for mine in found:
-        assert mine["sampler"] == {"freed": 0, "equal": True}
-
-
-def test_processes_make_the_same_number_of_passes(found):
-    """A process with fewer micro-batches cuts its largest, or makes one without rows."""
-    lengths = [[len(case) for case in mine["passes"]] for mine in found]
-    assert all(other == lengths[0] for other in lengths)
-    first = found[0]["passes"]
-    assert first == [[[4, 3], [2], [1, 0]], [[]], [[0], [1]]]
-    assert found[1]["passes"][2] == [[5], []]
-
-
-def test_processes_agree_on_the_least_memory(found):
-    for mine in found:
-        assert mine["least"] == 7 - (len(found) - 1)
-        assert mine["failed before"] == "process 1: no reward model"
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_sharded_models_compute_what_whole_ones_do(tmp_path, processes):
+    assert run(tmp_path, processes) == [{}] * processes
 
 
 @pytest.mark.parametrize("kind", ["train", "score"])
 def test_memory_that_runs_out_in_one_process_ends_all_in_one_line_each(tmp_path, kind):
     """The others, which wait for it in a gather, say that they have lost it."""
-    processes = [start_script([PYTHON, SCRIPT, str(tmp_path), kind], rank) for rank in ranks(2)]
-    for process in processes:
-        finish(process, seconds=100)
-    other, out_of_memory = (json.loads((tmp_path / f"{n}.json").read_text()) for n in (0, 1))
+    other, out_of_memory = run(tmp_path, 2, kind)
     assert out_of_memory.startswith("error: out of memory. With --shard 1 ")
     assert "--resume and --gradient_checkpointing 1 or a larger --accumulation_steps" in out_of_memory
     assert other.startswith("error: process 0 lost contact with the others (")
+
+
+# ----------------------------------------------------------------------------------- what each process does
+
+
+def rows_of(rank):
+    """The sequences of a process -> lists of ids."""
+    generator = torch.Generator().manual_seed(rank)
+    counts = RESPONSES[rank % 2]
+    return [torch.randint(2, VOCAB, (PROMPT + n,), generator=generator).tolist() for n in counts]
+
+
+def run_through(scorer, ids):
+    """Loss of these sequences, as a sum."""
+    layout = Layout.of_responses([PROMPT] * len(ids), [len(x) - PROMPT for x in ids])
+    x, *rest = scorer(pad_right(ids)[0], layout)
+    return x.sin().sum() + rest[-1]
+
+
+def gradients(scorer, parameters, world):
+    """The gradients of all processes' sequences, by the weights of this one."""
+    for p in parameters:
+        p.grad = None
+    for rank in range(world.size):
+        run_through(scorer, rows_of(rank)).backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+
+
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def furthest(left, right):
+    """The largest difference, as a share of the largest number."""
+    most = max(x.abs().max().item() for x in right)
+    return max((whole(a) - b).abs().max().item() for a, b in zip(left, right, strict=True)) / most
+
+
+def compare(models, in_step, scorer_of=PolicyScorer, layers=3, loss=1e-6, gradient=2e-6, dtype=torch.float32):
+    """The first model, sharded, beside the second, which is the same: loss, the summed gradient and its norm.
+    Each process keeps about its share of the numbers, gathered layer by layer."""
+    world, (model, other) = in_step.world, models
+    scorer, plain = (scorer_of(x, dtype) for x in models)
+    wanted = [x.clone() for x in gradients(plain, trained(other), world)]
+    value = run_through(plain, rows_of(world.rank)).item()
+    shard(scorer, in_step, dtype)
+    mine = run_through(scorer, rows_of(world.rank))
+    mine.backward()
+    sum_gradients(model.parameters(), world)
+    norm = clip_gradients(model, 1e9)
+    exact = torch.stack([x.double().square().sum() for x in wanted]).sum().sqrt().item()
+    off = furthest([p.grad for p in trained(model)], wanted)
+    kept = sum(local_part(p).numel() for p in model.parameters() if isinstance(p, DTensor))
+    shares = world.gather(kept / sum(p.numel() for p in other.parameters()))
+    assert abs(mine.item() - value) <= loss * (1 + abs(value))
+    assert off <= gradient
+    assert norm == pytest.approx(exact, rel=max(1e-6, gradient))
+    assert sum(shares) == pytest.approx(1, abs=0.06)
+    assert len(layers_of(model)) == layers
+
+
+def families(name):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[name]()).float().eval()
+    models = model, copy.deepcopy(model)
+    for x in models:
+        prepare_training(x.base_model, 0)
+    return models
+
+
+def llama(checkpointing=0, lora_r=0):
+    model = tiny_llama(VOCAB, layers=3, spread=2.0).requires_grad_(not lora_r)
+    prepare_training(model.base_model, checkpointing)
+    if lora_r:
+        add_adapters(model.base_model, lora_r, seed=1)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:  # it starts at zero, and so would the gradient of the other one
+                p.data.normal_(generator=torch.Generator().manual_seed(2))
+    return model
+
+
+def critic(lend=False):
+    critic = CriticModel.from_model(llama(), lend=lend)
+    torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(3))
+    prepare_training(critic.backbone, 0)
+    return critic
+
+
+def sampler(in_step):
+    """The sampler's copy of a sharded model, freed and loaded again."""
+    model = llama(lora_r=2)
+    plain = dict(merged(model))
+    copied = SamplerCopy(llama(), torch.float32, torch.device("cpu"))
+    shard(PolicyScorer(model), in_step, torch.float32)
+    copied.unload()
+    freed = [x.untyped_storage().nbytes() for places in copied.places.values() for x in places]
+    copied.load(model)
+    assert not any(freed)
+    for name, places in copied.places.items():
+        assert all(torch.allclose(x, plain[name], atol=1e-6) for x in places), name
+
+
+def steps(in_step):
+    """Three optimizer steps with moments in bf16, rounded with other random bits, are nearly those of a whole
+    model: clipping by the norm over all processes, AdamW on the parts. test_processes.py has fp32's."""
+    world, models = in_step.world, [llama(), llama()]
+    scorers = [PolicyScorer(x) for x in models]
+    shard(scorers[0], in_step, torch.float32)
+    optimizers = []
+    for model in models:
+        parts = [[p for p in trained(model) if isinstance(p, DTensor) == kind] for kind in (True, False)]
+        groups = [{"params": part} for part in parts if part]
+        optimizers.append(make_optimizer(groups, 1e-2, "bfloat16", 0))
+    for _ in range(3):
+        run_through(scorers[0], rows_of(world.rank)).backward()
+        sum_gradients(models[0].parameters(), world)
+        gradients(scorers[1], trained(models[1]), world)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            clip_gradients(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert furthest(trained(models[0]), trained(models[1])) < 1e-3
+
+
+class Experts(GradientCheckpointingLayer):
+    """A layer of which a process uses one expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
+
+    def forward(self, x, expert):
+        return self.experts[expert](x)
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x, expert):
+        for layer in self.layers:
+            x = layer(x, expert)
+        return x.sum()
+
+
+def unreached(in_step):
+    """Each process uses an expert of its own, and none the last one. Without torch 2.13's option the sums
+    would be those of different experts, and nothing would say so."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return
+    model, world = Layers(), in_step.world
+    plain = copy.deepcopy(model)
+    shard(model, in_step, torch.float32)
+    model(torch.ones(2, 6) * (1 + world.rank), world.rank % 2).backward()
+    for rank in range(world.size):
+        plain(torch.ones(2, 6) * (1 + rank), rank % 2).backward()
+    wanted = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained(plain)]
+    assert furthest([p.grad for p in trained(model)], wanted) < 1e-6
+
+
+def passes(in_step):
+    """Processes make equally many: one with fewer micro-batches cuts its largest, or makes one of no rows."""
+    given = [([[4, 3, 2, 1, 0]], [[0], [1], [2]]), ([], [[0, 1]]), ([[0], [1]], [[5]])]
+    wanted = [([[4, 3], [2], [1, 0]], [[0], [1], [2]]), ([[]], [[0, 1]]), ([[0], [1]], [[5], []])]
+    mine = in_step.world.rank % 2
+    assert [in_step.passes(case[mine]) for case in given] == [case[mine] for case in wanted]
+
+
+def least(in_step):
+    """Processes agree on it. Where one fails while the others ask for it, they raise its error."""
+    world = in_step.world
+    assert in_step.least(7 - world.rank) == 7 - (world.size - 1)
+    with pytest.raises(InputError, match="no reward model") as caught, world.all_or_none():
+        if world.rank == 1:
+            raise InputError("no reward model")
+        in_step.least(1)
+    assert str(caught.value) == "process 1: no reward model"
+
+
+def out_of_memory(in_step, kind):
+    """Memory runs out in process 1, in its second micro-batch -> what each process says as it ends."""
+    scorer, ids = PolicyScorer(llama()), rows_of(0)
+    shard(scorer, in_step, torch.float32)
+    lengths = [len(x) for x in ids]
+    calls = []
+
+    def work(rows):
+        calls.append(rows)
+        if in_step.world.rank == 1 and len(calls) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        run_through(scorer, [ids[row] for row in rows or [0]])
+
+    try:
+        if kind == "train":
+            for rows in in_step.passes(micro_batches(lengths, 9)):
+                in_step.run(partial(work, rows))
+        else:
+            scorer.in_step = in_step
+            each_micro_batch(lengths, 9, work, in_step=scorer.in_step)
+    except SystemExit as error:
+        return str(error.code)
+
+
+def failures(in_step):
+    """-> {case: why it failed}. With two processes, results are those of a whole model bit for bit; with
+    three, sums are rounded in another order."""
+    two = in_step.world.size == 2
+    cases = {}
+    for name in FAMILIES if two else FEW:
+        limits = {"layers": 2, "loss": 0 if two else 2e-6, "gradient": 0 if two else 2e-6}
+        cases[name] = partial(compare, families(name), in_step, **limits)
+    for (
+        name
+    ) in FEW:  # experts of Qwen3 compute outside autocast, in the dtype of their weights, and are rounded
+        limits = {"loss": 1e-6, "gradient": 0 if two else 1e-5}
+        if name == "Qwen3-MoE":
+            limits = {"loss": 1, "gradient": 0.02}
+        more = {"layers": 2, "dtype": torch.bfloat16}
+        cases[f"{name}, bf16"] = partial(compare, families(name), in_step, **limits, **more)
+    cases |= {
+        "checkpointing": partial(compare, (llama(1), llama(1)), in_step),
+        "adapters": partial(compare, (llama(1, 2), llama(1, 2)), in_step),
+        "critic": partial(compare, (critic(lend=True), critic()), in_step, ValueScorer),
+    }
+    for function in (sampler, steps, passes, unreached, least):
+        cases[function.__name__] = partial(function, in_step)
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+        except AssertionError:
+            found[name] = traceback.format_exc()
+    return found
+
+
+def main(folder, kind=""):
+    torch.set_num_threads(1)
+    with init_world("cpu") as world:
+        found = out_of_memory(InStep(world), kind) if kind else failures(InStep(world))
+        (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from recorded_graphs import RecordedGraphs, Waits, without_kernels
+from recorded_graphs import LAY_OUT, RecordedGraphs, Waits, sample_as_on_a_gpu
 from test_engine import PROMPTS, VOCABULARY, draw
 from test_families import FAMILIES, build
 from tiny import tiny_llama
@@ -17,12 +17,11 @@ from errors import InputError
 from trainer.compute import memory
 from trainer.generation import cuda_graphs, engine
 from trainer.generation.cuda_graphs import CudaGraphs, waiting_is_an_error
-from trainer.generation.engine import Sampler
+from trainer.generation.engine import Sampler, sample
 from trainer.generation.kv_cache import bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import noise_keys
 
-LAY_OUT = SamplerCopy._lay_out
 SPREAD = 3.0  # of the models' distributions, see ``build``
 
 
@@ -34,10 +33,8 @@ def model():
 @pytest.fixture
 def gpu(monkeypatch):
     """The branches of a GPU, with its smallest shapes of steps."""
-    without_kernels(monkeypatch)
-    monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
+    sample_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(engine, "MIN_GRAPH_COLUMNS", 4)
-    monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
     return monkeypatch
 
 
@@ -57,24 +54,54 @@ def answers(sampler, rows=range(24), limit=10, temperature=1.0, seed=7):
 
 @pytest.mark.parametrize("slots", [7, 64])
 def test_captured_steps_sample_what_plain_steps_sample(model, gpu, slots):
-    """Padded shapes, several row counts, few checks, two temperatures: no token changes."""
+    """Padded shapes, several row counts, few checks; one sampler for fewer and longer prompts, temperatures,
+    newer weights, after Ctrl-C and after a release: no token changes."""
     sampler = Sampler(model, slots=slots)
-    for temperature in (1.0, 0.0, 1.0):
-        expected = plain(model, temperature=temperature)
-        rollout = answers(sampler, temperature=temperature)
+
+    def check(policy=model, rows=range(24), limit=10, temperature=1.0):
+        expected = plain(policy, rows, max_gen_len=limit, temperature=temperature)
+        rollout = answers(sampler, rows, limit, temperature)
         assert rollout.tokens.equal(expected.tokens)
         assert rollout.response_len.equal(expected.response_len)
         assert rollout.finished.equal(expected.finished)
         assert (rollout.sampler_logprobs - expected.sampler_logprobs).abs().max() < 1e-5
-    captured = sampler.graphs.captured
+        return rollout
+
+    check(rows=range(3), limit=4)
+    captures = sampler.graphs.warm_ups
+    first = check()  # longer prompts: another engine, with graphs of its own
+    assert sampler.sizes == (24, 16, 10)
+    assert sampler.graphs.warm_ups == captures + len(sampler.graphs.captured)
+    check(temperature=0.0)
+    check()
+    captured, engine_before = sampler.graphs.captured, sampler.engine
     rows, columns, temperatures = ({key[i] for key in captured} for i in range(3))
     assert rows <= {1, 2, 4, 8, 16, min(slots, 24)}
     assert len(rows) >= (3 if slots == 7 else 2)
     assert columns <= {4, 8, 16}
     assert temperatures == {1.0, 0.0}
-    assert sampler.graphs.warm_ups == len(captured)  # none twice
-    few = answers(sampler, range(3), limit=5)  # smaller: no new engine
-    assert few.responses() == [r[:5] for r in plain(model, range(3)).responses()]
+    check(rows=range(3), limit=5)
+    assert sampler.engine is engine_before  # smaller: no new one
+    assert sampler.graphs.warm_ups == captures + len(captured)  # none twice
+    captures = sampler.graphs.warm_ups
+    other = tiny_llama(VOCABULARY, seed=1, layers=2, spread=3.0)
+    sampler.load(other)
+    assert check(other).responses() != first.responses()
+    sampler.load(model)
+    check()
+    assert sampler.graphs.warm_ups <= captures + 3  # row counts that the calls before did not have
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        steps, advance = iter([engine.Engine.advance, interrupt]), lambda self: next(steps)(self)
+        patch.setattr(engine.Engine, "advance", advance)
+        answers(sampler)
+    assert (sampler.engine.done == 0).any()  # sequences of a call that is gone
+    check()
+    sampler.release()
+    assert check().sampler_logprobs.equal(first.sampler_logprobs)
+
+
+def interrupt(engine):
+    raise KeyboardInterrupt
 
 
 class Replayed(RecordedGraphs):
@@ -116,25 +143,6 @@ def test_other_families_can_be_captured(name, gpu):
     assert found == plain(policy).responses()
     assert sampler.graphs.possible
     assert len(sampler.graphs.captured) >= 2
-
-
-def test_a_longer_prompt_gets_a_new_engine_with_graphs_of_its_own(model, gpu):
-    sampler = Sampler(model, slots=7)
-    answers(sampler, range(3), limit=4)
-    captures = sampler.graphs.warm_ups
-    assert answers(sampler).responses() == plain(model).responses()
-    assert sampler.sizes == (24, 16, 10)
-    assert sampler.graphs.warm_ups == captures + len(sampler.graphs.captured)
-
-
-def test_newer_weights_are_used_by_captured_steps(model, gpu):
-    other = tiny_llama(VOCABULARY, seed=1, layers=2, spread=3.0)
-    sampler = Sampler(model, slots=7)
-    mine, captures = answers(sampler).responses(), sampler.graphs.warm_ups
-    theirs = answers(sampler.load(other)).responses()
-    assert mine != theirs == plain(other).responses()
-    assert answers(sampler.load(model)).responses() == mine
-    assert sampler.graphs.warm_ups <= captures + 3  # row counts that the first call did not have
 
 
 class Waiting(torch.nn.Module):
@@ -253,39 +261,27 @@ def no_collector():
     gc.enable()
 
 
-def test_an_engine_that_is_let_go_frees_its_cache_at_once(model, no_collector):
+def test_an_engine_that_is_let_go_frees_its_memory_at_once(model, gpu, no_collector):
     """No cycle of references: two caches must never be in memory together."""
-    sampler = Sampler(model)
-    answers(sampler, range(3))
-    parts = (sampler.engine, sampler.engine.cache, sampler.engine.cache.keys[0], sampler.engine.noise)
-    old = [weakref.ref(x) for x in parts]
-    del parts
-    built = []
+    sampler, built, plain_engine = Sampler(model, slots=7), [], engine.Engine
+
+    def parts():
+        cache = sampler.engine.cache
+        found = (sampler.engine, cache, cache.keys[0], cache.values[0], sampler.engine.noise)
+        return [weakref.ref(x) for x in (*found, sampler.engine.done)]
 
     def look(*args):
         built.append([x() for x in old])
         return plain_engine(*args)
 
-    plain_engine = engine.Engine
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "Engine", look)
-        answers(sampler)  # more prompts: another engine
-    assert built == [[None] * 4]
-    cache = weakref.ref(sampler.engine.cache)
-    sampler.release()
-    assert cache() is None
-
-
-def test_a_released_sampler_samples_the_same_again(model, gpu, no_collector):
-    sampler = Sampler(model, slots=7)
-    first = answers(sampler)
-    freed = [weakref.ref(x) for x in (sampler.engine.cache.values[0], sampler.engine.done)]
+    answers(sampler, range(3))
+    old = parts()
+    gpu.setattr(engine, "Engine", look)
+    answers(sampler)  # more prompts: another engine
+    old = parts()
     sampler.release()
     assert (sampler.engine, sampler.graphs.captured) == (None, {})
-    assert [x() for x in freed] == [None, None]
-    again = answers(sampler)
-    assert again.tokens.equal(first.tokens)
-    assert again.sampler_logprobs.equal(first.sampler_logprobs)
+    assert [*built, [x() for x in old]] == [[None] * 6] * 2
 
 
 def test_memory_is_collected_before_it_is_emptied(monkeypatch):
@@ -404,83 +400,42 @@ def test_a_finished_sequence_that_is_seen_late_changes_nothing(model, gpu):
     assert max(rollout.layout.lengths) <= sampler.engine.cache.width
 
 
-def test_a_call_that_was_interrupted_leaves_nothing_behind(model, gpu):
-    """Ctrl-C in the middle: the sequences in the slots are those of a call that is gone."""
-    sampler, steps, advance = Sampler(model, slots=7), [], engine.Engine.advance
-
-    def interrupted(self):
-        steps.append(1)
-        if len(steps) == 2:
-            raise KeyboardInterrupt
-        advance(self)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine.Engine, "advance", interrupted)
-        answers(sampler)
-    assert (sampler.engine.done == 0).any()
-    assert answers(sampler).responses() == plain(model).responses()
-
-
 @pytest.mark.parametrize("slots", [5, 64])
 def test_equal_prompts_go_through_the_model_once(model, slots, monkeypatch):
     """Each answer is that of a prompt alone: the noise depends on the row, the keys and values do not."""
-    prompts = [PROMPTS[i] for i in (3, 5, 3, 3, 9, 5, 0, 3)]
-    computed, prefill = [], engine.pad_right
-
-    def look(sequences, *more):
-        computed.append(len(sequences))
-        return prefill(sequences, *more)
-
-    monkeypatch.setattr(engine, "pad_right", look)
+    rows, computed, pad_right = [3, 5, 3, 3, 9, 5, 0, 3], [], engine.pad_right
     keys = noise_keys(7, 3, range(8))
-    together = Sampler(model, slots=slots).sample(prompts, keys, [0], 10, 1.0)
-    if slots == 64:
-        assert computed == [4]
-    assert sum(computed) < 8
-    for row, prompt in enumerate(prompts):
-        alone = Sampler(model).sample([prompt], keys[row : row + 1], [0], 10, 1.0)
-        assert together.responses()[row] == alone.responses()[0]
+    alone = [sample(model, [PROMPTS[i]], keys[n : n + 1], [0], 10, 1.0) for n, i in enumerate(rows)]
+    look = lambda prompts, *more: computed.append(len(prompts)) or pad_right(prompts, *more)  # noqa: E731
+    monkeypatch.setattr(engine, "pad_right", look)
+    together = Sampler(model, slots=slots).sample([PROMPTS[i] for i in rows], keys, [0], 10, 1.0)
+    assert together.responses() == [x.responses()[0] for x in alone]
+    assert computed == [4] if slots == 64 else sum(computed) < 8
     assert len({tuple(together.responses()[row]) for row in (0, 2, 3, 7)}) > 1
-
-
-def take_all_experts(model):
-    """What a sampler's copy does on a GPU -> the mixtures"""
-    mixtures = [m for m in model.modules() if hasattr(m, "experts")]
-    for m in mixtures:
-        m.all_in_steps = True
-    return mixtures
 
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_all_experts_compute_what_the_chosen_ones_compute(version):
+    """A GPU's copy decodes so, without waiting; an expert that was not chosen may be infinite, as in
+    fp16. The tokens of a prompt go only through the experts that they chose."""
     policy, other = (build(FAMILIES[f"MiniMind {version} MoE"](), SPREAD) for _ in range(2))
-    replaced = take_all_experts(other)
-    assert len(replaced) == 2  # one a layer
+    mixtures = [m for m in other.modules() if hasattr(m, "experts")]
+    assert len(mixtures) == 2  # one a layer
+    moe, hidden = mixtures[0], torch.rand(6, 1, 32)
+    for m in mixtures:
+        m.all_in_steps = True
     tokens = torch.arange(60).view(60, 1) % 10
     with torch.no_grad():
-        a, b = policy(tokens).logits, other(tokens).logits
-    assert torch.allclose(a, b, atol=1e-4 * a.abs().max().item())
-    with Waits(refuse=True), torch.inference_mode():
-        replaced[0](torch.randn(3, 1, 32))
-
-
-def test_the_tokens_of_a_prompt_go_only_through_the_experts_that_they_chose():
-    policy = build(FAMILIES["MiniMind 3 MoE"](), SPREAD)
-    module = take_all_experts(policy)[0]
-    with Waits(refuse=False) as waits, torch.inference_mode():
-        module(torch.randn(3, 2, 32))
-    assert waits.found
-
-
-def test_an_expert_that_was_not_chosen_may_be_infinite():
-    """In fp16 an expert may overflow for a token that is not its own."""
-    policy = build(FAMILIES["MiniMind 3 MoE"](), SPREAD)
-    moe = next(m for m in policy.modules() if hasattr(m, "experts"))
-    with torch.no_grad():
+        wanted, found = policy(tokens).logits, other(tokens).logits
+        assert torch.allclose(wanted, found, atol=1e-4 * wanted.abs().max().item())
         moe.experts[1].down_proj.weight.fill_(torch.inf)
         moe.gate.weight.copy_(torch.tensor([1.0, -1.0, 0.9, 0.8])[:, None].expand(4, 32))
-    hidden = torch.rand(6, 1, 32)
-    expected = moe(hidden)
-    take_all_experts(policy)
-    assert expected.isfinite().all()
-    assert torch.allclose(moe(hidden), expected, atol=1e-5)
+        moe.all_in_steps = False
+        wanted = moe(hidden)
+    moe.all_in_steps = True
+    assert wanted.isfinite().all()
+    with Waits(refuse=True), torch.inference_mode():
+        assert torch.allclose(moe(hidden), wanted, atol=1e-5)
+    with Waits(refuse=False) as waits, torch.inference_mode():
+        moe(torch.randn(3, 2, 32))
+    assert waits.found

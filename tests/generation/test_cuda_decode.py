@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from recorded_graphs import lay_out_as_on_a_gpu
 from test_families import FAMILIES, VOCAB, build
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -17,158 +17,15 @@ from trainer.compute.scoring import pack_sequences
 from trainer.generation import kv_cache
 from trainer.generation.engine import Engine, Sampler
 from trainer.generation.kv_cache import tabulate_rotary
-from trainer.generation.sampler_copy import JoinedLinear, SamplerCopy
-from trainer.generation.sampling import noise_keys, sample_tokens, uniform
+from trainer.generation.sampler_copy import JoinedLinear
+from trainer.generation.sampling import noise_keys, uniform
 from trainer.generation.stops import EarlyEnds
 
-LAY_OUT = SamplerCopy._lay_out
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-HEADS = [  # query heads, groups, head_dim, window
-    (2, 2, 64, None),
-    (4, 2, 80, 7),
-    (14, 2, 64, None),
-    (14, 1, 128, 1),
-    (34, 1, 16, 40),
-]
 
 
 def numbers(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def by_hand(query, keys, values, positions, window, scale):
-    """Attention in fp64 of each query [n, heads, dim] over its row of the cache [n, groups, width, dim]"""
-    out = []
-    for q, k, v, last in zip(query.double(), keys.double(), values.double(), positions.tolist(), strict=True):
-        first = 0 if window is None else max(0, last + 1 - window)
-        k, v = (x[:, first : last + 1].repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-        out.append(((k @ q[:, :, None]).squeeze(2) * scale).softmax(1)[:, None] @ v)
-    return torch.stack(out).squeeze(2)
-
-
-@pytest.mark.parametrize(("heads", "groups", "dim", "window"), HEADS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_new_token_is_normed_rotated_kept_and_attended(dtype, heads, groups, dim, window):
-    """Normed where there is more than one group. Rows at the first and the last column, and between. What a
-    row has not reached holds NaN."""
-    normed, width, positions = groups > 1, 75, torch.tensor([0, 74, 33, 15], device=DEVICE)
-    n = len(positions)
-    reached = torch.arange(width, device=DEVICE) < positions[:, None]
-    empty = ~torch.cat((reached, torch.zeros(1, width, dtype=torch.bool, device=DEVICE)))[:, None, :, None]
-    keys, values = (
-        numbers(n + 1, groups, width, dim, dtype=dtype, seed=i).masked_fill(empty, torch.nan) for i in (1, 2)
-    )
-    before = keys.clone(), values.clone()
-    joint = numbers(n, heads + 2 * groups, dim, dtype=dtype, seed=3)
-    angle = numbers(n, 1, 1, dim // 2, seed=4)
-    cos, sin = (torch.cat((x, x), -1).to(dtype) for x in (angle.cos(), angle.sin()))
-    norms = [1 + 0.3 * numbers(dim, dtype=dtype, seed=i) for i in (5, 6)] if normed else [None, None]
-    out = cuda.decode_attention(joint, cos, sin, norms, 1e-3, positions, keys, values, window, 0.3)
-
-    q, k, v = joint.double().split([heads, groups, groups], 1)
-    if normed:
-        q, k = (F.rms_norm(x, (dim,), w.double(), 1e-3) for x, w in zip((q, k), norms, strict=True))
-    c, s, half = cos[:, 0].double(), sin[:, 0].double(), dim // 2
-    q, k = (x * c + torch.cat((-x[..., half:], x[..., :half]), -1) * s for x in (q, k))
-    place = torch.arange(n, device=DEVICE), slice(None), positions
-    for cache, old, new in ((keys, before[0], k), (values, before[1], v)):
-        assert (cache[place].double() - new).abs().max() < NEAR[dtype] * new.abs().max()
-        cache[place], old[place] = new.to(dtype), new.to(dtype)
-        assert cache.nan_to_num(7).equal(old.nan_to_num(7))  # nothing else was written
-    wanted = by_hand(q, keys[:n], values[:n], positions, window, 0.3)
-    assert out.dtype == dtype
-    assert (out.double() - wanted).abs().max() < NEAR[dtype] * wanted.abs().max()
-
-
-def draws(rows, seed=1):
-    return torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
-
-
-@pytest.fixture
-def by_torch(monkeypatch):
-    def draw(logits, temperature, u):
-        with monkeypatch.context() as patch:
-            patch.setattr("trainer.generation.sampling.kernels_for", lambda *tensors: None)
-            return sample_tokens(logits, temperature, u)
-
-    return draw
-
-
-def drawn(logits, temperature, u):
-    """What the kernel draws -> (tokens, their log-probs): one token a row, which no id ends."""
-    n = len(u)
-    tokens, zeros = torch.zeros(n, 1, dtype=torch.int64, device=DEVICE), torch.zeros_like(u).long()
-    state = torch.arange(n, device=DEVICE), zeros.clone(), zeros.clone(), zeros.clone()
-    results = tokens, torch.zeros(n, 1, device=DEVICE)
-    cuda.sample_and_store(logits, temperature, u[:, None].contiguous(), zeros[:1] - 2, 1, state, results)
-    return tokens[:, 0], results[1][:, 0]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "temperature", "size"),
-    [
-        (torch.float32, 1.0, 1),
-        (torch.float32, 0.7, 9001),
-        (torch.bfloat16, 1.0, 5000),
-        (torch.bfloat16, 0.3, 1000),
-        (torch.float16, 0.7, 64),
-    ],
-)
-def test_the_same_noise_draws_the_same_tokens(dtype, temperature, size, by_torch):
-    """As the torch form does, except where u is within rounding of the border between two tokens."""
-    logits, u = 3 * numbers(40, size, dtype=dtype), draws(40)
-    tokens, logs = drawn(logits, temperature, u)
-    plain = by_torch(logits.float(), temperature, u)[0]
-    p = (logits.double() / temperature).softmax(1)
-    assert (logs - p.gather(1, tokens[:, None]).squeeze(1).log()).abs().max() < 1e-5
-    assert (tokens != plain).sum() <= 1
-    cdf = p.cumsum(1).gather(1, tokens[:, None]).squeeze(1)
-    assert (u < cdf + 2e-6).all()
-    assert (u > cdf - p.gather(1, tokens[:, None]).squeeze(1) - 2e-6).all()
-
-
-def test_a_whole_vocabulary_is_drawn_in_order():
-    """Equal logits: u picks the token at the same place, on both sides of the blocks' borders."""
-    size = 10_000
-    wanted = torch.tensor([0, 1, 4095, 4096, 8191, 8192, size - 1], device=DEVICE)
-    for shift in (0.001, 0.999):
-        u = (wanted.double() + shift) / size
-        assert drawn(torch.ones(7, size, device=DEVICE), 1.0, u)[0].equal(wanted)
-
-
-def test_no_token_of_probability_0_is_drawn():
-    """Blocks and tokens of probability 0 before, between and after; logits far below 0; u at both ends."""
-    for low in (0.0, -3e4):
-        logits = torch.full((4, 13_000), -torch.inf, device=DEVICE)
-        logits[:, [5000, 9000]] = low
-        u = torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-53], dtype=torch.float64, device=DEVICE)
-        tokens, logs = drawn(logits, 1.0, u)
-        assert tokens.tolist() == [5000, 5000, 9000, 9000]
-        assert logs.tolist() == pytest.approx([-0.6931472] * 4)
-
-
-def test_the_last_draw_of_many_rows_has_a_probability():
-    """Sums over blocks and inside one round differently; u at its end asks for a token behind the last."""
-    logits = 8 * numbers(50, 5000)
-    logits[:, 4990:] = -torch.inf
-    u = torch.full((50,), 1 - 2**-53, dtype=torch.float64, device=DEVICE)
-    tokens, logs = drawn(logits, 1.0, u)
-    assert tokens.max() < 4990
-    assert logs.isfinite().all()
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob(temperature, by_torch):
-    size = 3 * 4096  # three full blocks, and an empty one
-    logits = numbers(4, size)
-    logits[0, 4500], logits[1], logits[2], logits[3, 7] = torch.nan, torch.nan, -torch.inf, torch.inf
-    args = logits, temperature, draws(4)
-    for tokens, logs in (drawn(*args), by_torch(*args)):
-        assert ((tokens >= 0) & (tokens < size)).all()
-        assert logs.isnan().all()
 
 
 class Slots:
@@ -227,7 +84,7 @@ def forced(monkeypatch):
         if DEVICE == "cpu":
             for module in (kernels, kv_cache):
                 monkeypatch.setattr(module, "kernels_of", lambda kind: mixed)
-            monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
+            lay_out_as_on_a_gpu(monkeypatch)
 
     return force
 
@@ -293,7 +150,7 @@ def test_rotary_positions_from_a_table(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_joined_weights_keep_their_place(dtype, monkeypatch):
     """Newer weights are copied into the same memory, which holds every weight once."""
-    monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
+    lay_out_as_on_a_gpu(monkeypatch)
     model, other = (build(FAMILIES["Qwen2"]()).to(DEVICE) for _ in range(2))
     with torch.no_grad():
         for p in other.parameters():
@@ -305,10 +162,6 @@ def test_joined_weights_keep_their_place(dtype, monkeypatch):
     second, _ = answers(other, dtype, sampler=sampler)
     assert [x.weight.data_ptr() for x in joined] == before
     assert second.responses() == answers(other, dtype)[0].responses() != first.responses()
-    attention = sampler.copy.model.model.layers[1].self_attn
-    own, names = other.model.layers[1].self_attn, ("q_proj", "k_proj", "v_proj")
-    assert attention.qkv.weight.equal(torch.cat([getattr(own, x).weight for x in names]).to(dtype))
-    assert attention.qkv.bias.equal(torch.cat([getattr(own, x).bias for x in names]).to(dtype))
     stored = [x.untyped_storage() for places in sampler.copy.places.values() for x in places]
     stored = {x.data_ptr(): x.nbytes() for x in stored}
     assert sum(stored.values()) == sum(p.numel() for p in model.parameters()) * dtype.itemsize

@@ -1,4 +1,6 @@
-"""sampling.py: the noise in plain integers, and tokens from the CDF, compiled and in torch alike."""
+"""sampling.py: the noise in plain integers, and tokens from the CDF, in C, in Triton and in torch alike."""
+
+from itertools import product
 
 import pytest
 import torch
@@ -7,12 +9,31 @@ from trainer.generation import sampling
 from trainer.generation.sampling import noise_keys, running_sum, sample_tokens, uniform
 
 WORD = 2**64
+LAST = 1 - 2**-53  # the largest u
 
 
-@pytest.fixture(params=["compiled", "torch"], autouse=True)
-def way(request, monkeypatch):
+@pytest.fixture(params=["C", "torch", "Triton"])
+def draw(request, monkeypatch):
+    """``sample_tokens``, or the same by the kernel that samples on a GPU, in its interpreter or on a GPU."""
     if request.param == "torch":
         monkeypatch.setattr(sampling, "kernels_for", lambda *_, **more: None)
+    if request.param != "Triton":
+        return sample_tokens
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    import triton_interpreter  # noqa: F401
+
+    from trainer.compute.cuda import kernels
+
+    def drawn(logits, temperature, u):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        zeros = torch.zeros(len(u), dtype=torch.int64, device=device)
+        state = zeros + torch.arange(len(u), device=device), zeros.clone(), zeros.clone(), zeros.clone()
+        results = zeros[:, None].clone(), torch.zeros(len(u), 1, device=device)
+        noise = u[:, None].contiguous().to(device)
+        kernels.sample_and_store(logits.to(device), temperature, noise, zeros[:1] - 2, 1, state, results)
+        return [x[:, 0].cpu() for x in results]
+
+    return drawn
 
 
 def mix(x):
@@ -34,41 +55,87 @@ def test_the_noise_in_plain_integers():
     assert noise_keys(-1, 2, [3]).equal(noise_keys(-1, 2, [3], 0))
 
 
-@pytest.mark.parametrize("vocabulary", [1, 63, 64, 65, 300])
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_are_those_of_one_cumulative_sum_in_fp64(vocabulary, temperature, dtype):
+@pytest.mark.parametrize("vocabulary", [1, 63, 64, 65, 300, 5000, 9001])
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_are_those_of_one_cumulative_sum_in_fp64(draw, vocabulary, temperature, dtype):
+    rows = 500 if draw is sample_tokens else 8
     generator = torch.Generator().manual_seed(vocabulary)
-    logits = 3 * torch.randn(500, vocabulary, generator=generator).to(dtype)
+    logits = 3 * torch.randn(rows, vocabulary, generator=generator).to(dtype)
     logits[:, :-1:5] = -torch.inf
-    logits[:, : max(vocabulary - 220, 0)] = -torch.inf  # a whole block of the CDF
-    u = torch.rand(500, generator=generator, dtype=torch.float64)
+    logits[:, : vocabulary // 4] = -torch.inf  # a whole block of the CDF
+    u = torch.rand(rows, generator=generator, dtype=torch.float64)
     u[:2] = torch.tensor([0.0, 1 - 2**-32])
     exact = (logits.double() / temperature).log_softmax(-1)
-    plain = torch.searchsorted(exact.exp().cumsum(-1), u[:, None], right=True).squeeze(1)
-    tokens, logprobs = sample_tokens(logits, temperature, u)
-    assert (tokens != plain.clamp(max=vocabulary - 1)).sum() <= 1  # u within the rounding of a boundary
+    cdf = exact.exp().cumsum(-1)
+    plain = torch.searchsorted(cdf, u[:, None], right=True).squeeze(1).clamp(max=vocabulary - 1)
+    tokens, logprobs = draw(logits, temperature, u)
+    for place in (tokens != plain).nonzero().flatten().tolist():  # u is within rounding of a border
+        assert abs(u[place] - cdf[place, min(tokens[place], plain[place])]) < 2e-6
+    assert (tokens != plain).sum() <= (1 if vocabulary <= 300 else 2)
     assert logprobs.dtype == torch.float32
     assert logprobs.tolist() == pytest.approx(exact.gather(1, tokens[:, None])[:, 0].tolist(), abs=1e-5)
     assert logprobs.isfinite().all()
 
 
+@pytest.mark.parametrize("draw", ["C", "torch"], indirect=True)
 @pytest.mark.parametrize("count", [1, 3])
-def test_greedy_takes_the_first_of_the_largest_with_its_log_prob_at_temperature_1(count):
+def test_greedy_takes_the_first_of_the_largest_with_its_log_prob_at_temperature_1(draw, count):
     logits = torch.tensor([[0.2, 0.4, 0.4]]).log().repeat(count, 1)
-    tokens, logprobs = sample_tokens(logits, 0.0, torch.full((count,), 0.99, dtype=torch.float64))
+    tokens, logprobs = draw(logits, 0.0, torch.full((count,), 0.99, dtype=torch.float64))
     assert tokens.tolist() == [1] * count
     assert logprobs.tolist() == pytest.approx([torch.tensor(0.4).log().item()] * count)
 
 
-def test_no_token_of_probability_0_is_drawn():
-    """Whole blocks of them before, between and after; u at both ends."""
-    logits = torch.full((4, 200), -torch.inf)
-    logits[:, [70, 130]] = 0.0
-    u = torch.tensor([0.0, 0.49999, 0.5, 1 - 2**-33], dtype=torch.float64)
-    assert sample_tokens(logits, 1.0, u)[0].tolist() == [70, 70, 130, 130]
+def test_a_whole_vocabulary_is_drawn_in_order(draw):
+    """Equal logits: u picks the token at the same place, on both sides of the blocks' borders."""
+    wanted = torch.tensor([0, 1, 4095, 4096, 8191, 8192, 9999])
+    for shift in (0.001, 0.999):
+        assert draw(torch.ones(7, 10_000), 1.0, (wanted.double() + shift) / 10_000)[0].equal(wanted)
 
 
-def test_running_sums_are_exact_to_two_to_the_minus_52():
+@pytest.mark.parametrize(("size", "columns"), [(200, [70, 130]), (13_000, [5000, 9000])])
+@pytest.mark.parametrize("low", [0.0, -3e4])
+def test_no_token_of_probability_0_is_drawn(draw, size, columns, low):
+    """Whole blocks of them before, between and after; logits far below 0; u at both ends."""
+    logits = torch.full((4, size), -torch.inf)
+    logits[:, columns] = low
+    u = torch.tensor([0.0, 0.49999, 0.5, LAST], dtype=torch.float64)
+    tokens, logprobs = draw(logits, 1.0, u)
+    assert tokens.tolist() == [columns[0]] * 2 + [columns[1]] * 2
+    assert logprobs.tolist() == pytest.approx([-0.6931472] * 4)
+
+
+def test_the_last_draw_of_many_rows_has_a_probability(draw):
+    """Sums over blocks and inside one round differently; u at its end asks for a token behind the last."""
+    logits = 8 * torch.randn(50, 5000, generator=torch.Generator().manual_seed(0))
+    logits[:, 4990:] = -torch.inf
+    tokens, logprobs = draw(logits, 1.0, torch.full((50,), LAST, dtype=torch.float64))
+    assert tokens.max() < 4990
+    assert logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [10, 64, 65, 3 * 4096])  # the last: three full blocks of a GPU's kernel
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob(draw, size):
+    """A GPU that reads behind a table takes the whole process down, before anything can be said."""
+    logits = torch.randn(8, size)
+    bad = [torch.nan, torch.inf]
+    logits[[0, 1], 0] = logits[[2, 3], size // 2] = logits[[4, 5], -1] = torch.tensor(bad)
+    logits[6] = torch.nan
+    temperatures = (0, 0.7, 1.0) if draw is sample_tokens else (0.7, 1.0)
+    for temperature, u in product(temperatures, (0.0, 0.5, LAST) if draw is sample_tokens else (0.5,)):
+        tokens, logprobs = draw(logits, temperature, torch.full((8,), u, dtype=torch.float64))
+        assert ((tokens >= 0) & (tokens < size)).all()
+        assert logprobs.isfinite().tolist() == [False] * 7 + [True]
+
+
+def test_running_sums_are_exact_to_two_to_the_minus_52_and_never_fall():
+    """They are sums of whole numbers: --deterministic 1 refuses a GPU's sums of floats."""
     x = torch.tensor([[0.5, 2.0**-52, 2.0**-53, 0.25]])
     assert running_sum(x).tolist() == [[0.5, 0.5 + 2.0**-52, 0.5 + 2.0**-52, 0.75 + 2.0**-52]]
+    x = torch.rand(5, 300) / 300
+    x[:, 100:150] = 0
+    sums = running_sum(x)
+    assert sums.sub(x.double().cumsum(-1)).abs().max() < 1e-12
+    assert (sums.diff() >= 0).all() and sums[:, 100:150].diff().eq(0).all()

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from recorded_graphs import RecordedGraphs, without_kernels
+from recorded_graphs import sample_as_on_a_gpu, without_kernels
 from tiny import flags, read_jsonl, run_files, tiny_llama, word_tokenizer
 from tiny_tokenizers import TOKENIZERS, byte_level, ids_of
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -14,13 +14,10 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.compute.scoring import PolicyScorer
 from trainer.endings import load_endings
-from trainer.generation import engine
-from trainer.generation.engine import Sampler, sample
-from trainer.generation.sampler_copy import SamplerCopy
+from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys, uniform
 from trainer.generation.stops import StopStrings, decode, early_ends
 
-LAY_OUT = SamplerCopy._lay_out
 CASES = [
     ["ab"],
     ["\n\n"],
@@ -72,8 +69,10 @@ def end_of(wanted, ids, least=0):
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_the_table_finds_what_searching_every_prefix_finds(kind):
-    """Whatever pieces the tokens come in; a quarter of the responses has a least length too."""
-    tokenizer, generator, found = TOKENIZERS[kind](), random.Random(0), 0
+    """Whatever pieces the tokens come in; a quarter of the responses has a least length too. A text is what
+    the tokenizer decodes all its tokens to, up to the stop string, which is in it but for a space at the
+    beginning, and for bytes among which there are halves of characters."""
+    tokenizer, generator, found, cut = TOKENIZERS[kind](), random.Random(0), 0, 0
     for strings in CASES:
         wanted = StopStrings(strings, tokenizer)
         for number in range(60):
@@ -82,24 +81,12 @@ def test_the_table_finds_what_searching_every_prefix_finds(kind):
             end = end_by_hand(strings, tokenizer, ids, least)
             found += end is not None
             assert end_of(wanted, ids, least) == end, (strings, ids, least)
-    assert found > 40
-
-
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_the_text_ends_before_the_stop_string(kind):
-    """A text is what the tokenizer decodes all its tokens to: a stop string that the table finds is in it,
-    but for a space at the beginning, and for bytes among which there are halves of characters."""
-    tokenizer, generator, cut = TOKENIZERS[kind](), random.Random(1), 0
-    for strings in CASES:
-        wanted = StopStrings(strings, tokenizer)
-        for _ in range(40):
-            ids = ids_of(tokenizer, generator, 20)
-            end = end_by_hand(strings, tokenizer, ids)
             text = decode(tokenizer, ids[:end])
-            if end and "\ufffd" not in text and any(stop in text for stop in strings):
-                first = min(text.find(stop) for stop in strings if stop in text)
-                assert wanted.cut(ids[:end]) == text[:first]
+            places = [text.find(stop) for stop in strings if stop in text]
+            if end and not least and "\ufffd" not in text and places:
+                assert wanted.cut(ids[:end]) == text[: min(places)]
                 cut += 1
+    assert found > 40
     assert cut > 20
 
 
@@ -125,6 +112,7 @@ def test_by_hand():
 PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
 KEYS = noise_keys(7, 3, range(24))
 WORDS = list("abcdefghij")
+ENDS = [0, 7]
 
 
 @pytest.fixture(scope="module")
@@ -137,116 +125,51 @@ def wanted():
     return StopStrings(["c d", "b", "g g"], word_tokenizer(WORDS))
 
 
-@pytest.fixture(scope="module")
-def cut(model, wanted):
-    """The responses without stop strings, each cut where one is complete -> [(ids, finished)]"""
-    plain = sample(model, PROMPTS, KEYS, [0], 10, 1.0)
-    found = []
-    for ids, finished in zip(plain.responses(), plain.finished.tolist(), strict=True):
-        end = end_by_hand(wanted.texts, wanted.tokenizer, ids)
-        found.append((ids[:end], finished or end is not None))
-    whole = plain.responses()
-    assert 3 < sum(ids != r for (ids, _), r in zip(found, whole, strict=True)) < 20
-    assert 0 < sum(not finished for _, finished in found) < 20
-    return found
-
-
-def check(rollout, cut):
-    assert rollout.responses() == [ids for ids, _ in cut]
-    assert rollout.finished.tolist() == [finished for _, finished in cut]
-    assert rollout.sampler_logprobs.shape == rollout.mask.shape
-    assert (rollout.sampler_logprobs * ~rollout.mask == 0).all()
-
-
-@pytest.mark.parametrize("slots", [1, 5, 256])
-def test_a_response_is_cut_and_nothing_else_changes(model, wanted, cut, slots):
-    sampler = Sampler(model, slots=slots)
-    check(sampler.sample(PROMPTS, KEYS, [0], 10, 1.0, stops=wanted), cut)
-    with torch.inference_mode():
-        sampler.engine.begun.fill_(1)  # what the last ones have left
-    check(sampler.sample(PROMPTS, KEYS, [0], 10, 1.0, stops=wanted), cut)
-    again = sampler.sample(PROMPTS, KEYS, [0], 10, 1.0)
-    assert again.responses() == sample(model, PROMPTS, KEYS, [0], 10, 1.0).responses()
-    alone = sampler.sample(PROMPTS[5:6], KEYS[5:6], [0], 10, 1.0, stops=wanted)
-    check(alone, cut[5:6])
-
-
-@pytest.fixture
-def captured(monkeypatch):
-    """The branches of a GPU: several steps between two checks for finished sequences, which decode on."""
-    without_kernels(monkeypatch)
-    monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
-    monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
-
-
-@pytest.mark.parametrize("slots", [7, 64])
-def test_captured_steps_give_the_same(model, wanted, cut, captured, slots):
-    sampler = Sampler(model, slots=slots)
-    for _ in range(2):
-        check(sampler.sample(PROMPTS, KEYS, [0], 10, 1.0, stops=wanted), cut)
-    assert sampler.graphs.captured
-
-
-def test_a_least_length_ignores_stop_strings_before(model, wanted, cut):
-    rollout = Sampler(model).sample(PROMPTS, KEYS, [0], 10, 1.0, 6, wanted)
-    longer = Sampler(model).sample(PROMPTS, KEYS, [0], 10, 1.0, 6)
-    assert min(len(ids) for ids, _ in cut) < 6 <= rollout.response_len.min()
-    for ids, whole in zip(rollout.responses(), longer.responses(), strict=True):
-        assert ids == whole[: end_by_hand(wanted.texts, wanted.tokenizer, whole, 6)]
-
-
-ENDS = [0, 7]
-
-
-def draw(model, least, slots=256, temperature=1.0):
-    return Sampler(model, slots=slots).sample(PROMPTS, KEYS, ENDS, 8, temperature, least)
-
-
 @cache
 @torch.no_grad()
-def by_hand(model, least):
-    """The responses, token by token: the ends of a response get probability 0 where they are too early."""
+def by_hand(model, least, stops):
+    """Token by token; ends get probability 0 where they are too early -> [(ids, finished)]"""
     found = []
-    for prompt, numbers in zip(PROMPTS, uniform(KEYS, 8), strict=True):
-        ids = list(prompt)
-        for place, u in enumerate(numbers, 1):
-            p = torch.softmax(model(torch.tensor([ids])).logits[0, -1].double(), -1)
-            if place < least:
+    for prompt, numbers in zip(PROMPTS, uniform(KEYS, 10), strict=True):
+        ids, ended = [], False
+        while not ended and len(ids) < 10:
+            p = torch.softmax(model(torch.tensor([prompt + ids])).logits[0, -1].double(), -1)
+            if len(ids) + 1 < least:
                 p[ENDS] = 0
-            ids.append(int((p.cumsum(0) <= u * p.sum()).sum()))
-            if ids[-1] in ENDS:
-                break
-        found.append(ids[len(prompt) :])
+            ids.append(int((p.cumsum(0) <= numbers[len(ids)] * p.sum()).sum()))
+            ended = ids[-1] in ENDS or bool(stops and end_by_hand(stops.texts, stops.tokenizer, ids, least))
+        found.append((ids, ended))
     return found
 
 
-@pytest.mark.parametrize("least", [2, 5, 8])
-def test_responses_are_those_of_the_renormalised_distribution(model, least):
-    rollout = draw(model, least)
-    responses = rollout.responses()
-    assert responses == by_hand(model, least)
-    assert min(map(len, responses)) == least
-    assert rollout.finished.tolist() == [r[-1] in ENDS for r in responses]
-    assert not any(set(r[: least - 1]) & set(ENDS) for r in responses)
-
-
-@pytest.mark.parametrize("least", [0, 1])
-def test_every_response_has_one_token_anyway(model, least):
-    assert early_ends(least, ENDS) is None
-    assert draw(model, least).responses() == sample(model, PROMPTS, KEYS, ENDS, 8, 1.0).responses()
-    assert min(map(len, draw(model, least).responses())) == 1
-
-
-def test_slots_change_no_token(model):
-    assert draw(model, 5, slots=5).responses() == draw(model, 5).responses()
-
-
-def test_a_captured_step_of_another_least_length_is_not_replayed(model, captured):
-    sampler = Sampler(model, slots=7)
-    for least in (5, 2, 5):
-        got = sampler.sample(PROMPTS, KEYS, ENDS, 8, 1.0, least).responses()
-        assert got == by_hand(model, least)
-    assert sampler.graphs.captured
+@pytest.mark.parametrize(
+    ("device", "slots"),
+    [("CPU", 1), ("CPU", 5), ("CPU", 64), ("CPU without a compiler", 5), ("GPU", 7), ("GPU", 64)],
+)
+def test_whatever_ends_a_response_nothing_else_changes(model, wanted, slots, device, monkeypatch):
+    """A GPU makes several steps between two checks for finished sequences, which decode on. One sampler for
+    all calls: what it has captured and left of others is not used."""
+    if device != "CPU":
+        without_kernels(monkeypatch)
+    if device == "GPU":
+        sample_as_on_a_gpu(monkeypatch)
+    sampler, seen = Sampler(model, slots=slots), []
+    for least, stops in ((0, wanted), (0, None), (5, None), (2, wanted), (1, None), (10, None), (6, wanted)):
+        cases = by_hand(model, least, stops)
+        for rows in (range(24), range(3, 12)):
+            keys, prompts = KEYS[list(rows)], [PROMPTS[row] for row in rows]
+            rollout = sampler.sample(prompts, keys, ENDS, 10, 1.0, least, stops)
+            assert rollout.responses() == [cases[row][0] for row in rows]
+            assert rollout.finished.tolist() == [cases[row][1] for row in rows]
+            assert rollout.sampler_logprobs.shape == rollout.mask.shape
+            assert (rollout.sampler_logprobs * ~rollout.mask == 0).all()
+            with torch.inference_mode():
+                sampler.engine.begun.fill_(1)  # what the last ones have left
+        seen.append((min(len(ids) for ids, _ in cases), sum(finished for _, finished in cases)))
+    assert [shortest for shortest, _ in seen] == [1, 1, 5, 2, 1, 10, 6]
+    assert seen[0][1] > seen[1][1] and all(0 < finished < 24 for _, finished in seen)
+    assert bool(sampler.graphs.captured) == (device == "GPU")
+    assert [early_ends(least, ENDS) for least in (0, 1)] == [None, None]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -258,7 +181,7 @@ def test_in_half_precision_and_greedy_too(model, dtype, temperature):
 
 
 def test_the_scorer_gives_the_log_probs_of_the_sampler(model):
-    rollout = draw(model, 5)
+    rollout = Sampler(model).sample(PROMPTS, KEYS, ENDS, 8, 1.0, 5)
     scorer = PolicyScorer(model, early_ends=early_ends(5, ENDS))
     logprobs, entropy, _ = scorer(*rollout.sequences, 1.0)
     assert (logprobs - rollout.sampler_logprobs).abs().max() < 1e-5

@@ -9,10 +9,10 @@ import warnings
 from contextlib import contextmanager
 
 import pytest
+import tiny
 import torch
 import transformers
 from test_families import FAMILIES, SIZES, build
-from tiny import WORDS, flags, read_jsonl, save_policy_dir, save_reward_dir, word_tokenizer, write_jsonl
 
 from model.saving import save_policy
 from trainer import train_ppo
@@ -30,18 +30,13 @@ HALVES = [pytest.param(torch.bfloat16, marks=needs_bf16), torch.float16]
 PROMPTS = [[2 + (3 * i + j) % 7 for j in range(1 + (5 * i) % 9)] for i in range(24)]
 MODELS = {name: FAMILIES[name] for name in ("Llama, tied", "Qwen2", "Qwen3", "Mistral", "GPT-2", "Gemma 3")}
 MOE = {name: FAMILIES[name] for name in ("MiniMind 2 MoE", "MiniMind 3 MoE", "Qwen3-MoE")}
-QWEN_VOCABULARY = 151_936
-WIDE = {**SIZES, "vocab_size": QWEN_VOCABULARY, "tie_word_embeddings": True}
+WIDE = {**SIZES, "vocab_size": 151_936, "tie_word_embeddings": True}  # the vocabulary of Qwen 2.5
 
 
 def made(name):
-    """A random model of a family of MODELS or MOE, on the CPU; its weights depend on the name alone."""
-    return build({**MODELS, **MOE}[name](), spread=2.0).eval()
-
-
-def made_wide():
-    """A tiny Qwen2 with the vocabulary of Qwen 2.5."""
-    return build(transformers.Qwen2Config(**WIDE), spread=2.0).eval()
+    """A random model of a family of MODELS or MOE, or "wide", on the CPU. Its name decides the weights."""
+    kinds = {**MODELS, **MOE, "wide": lambda: transformers.Qwen2Config(**WIDE)}
+    return build(kinds[name](), spread=2.0).eval()
 
 
 def changed(model):
@@ -76,37 +71,28 @@ def waits():
 
 
 def run_files(folder, name=None, **more):
-    """Flags of a short run with a policy of the family ``name`` (None: tiny.py's Llama), eight words and a
-    reward model, every file in ``folder``."""
+    """Flags of a short run with a policy of the family ``name`` (None: tiny.py's Llama) and tiny.py's other
+    files, every file in ``folder``."""
     if "lora_r" in more:
         pytest.importorskip("peft")
     folder.mkdir(exist_ok=True)
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(40)]
-    if name is None:
-        policy = save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0)
-    else:
-        policy = folder / "policy.pth"
-        save_policy(made(name), tokenizer, policy, torch.float32)
+    files = tiny.run_files(folder)
+    if name is not None:
+        files["model"] = folder / "policy.pth"
+        save_policy(made(name), tiny.word_tokenizer(tiny.WORDS, chat=True), files["model"], torch.float32)
     sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 8, "max_steps": 3, "ppo_epochs": 2}
     sizes |= {"critic_warmup_steps": 1, "log_interval": 1000, "eval_interval": 0, "save_interval": 100}
-    return {
-        "model": policy,
-        "reward_model": save_reward_dir(folder / "reward", tokenizer),
-        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
-        **sizes,
-        **more,
-    }
+    return {**files, **sizes, **more}
 
 
 def train(out_dir, **values):
     """Run train_ppo.py's main -> the lines of metrics.jsonl of the run in out_dir/r"""
     before = torch.get_float32_matmul_precision()
     try:
-        train_ppo.main(flags(**{"device": "cuda", "run_name": "r", **values}, out_dir=out_dir))
+        train_ppo.main(tiny.flags(**{"device": "cuda", "run_name": "r", **values}, out_dir=out_dir))
     finally:
         torch.set_float32_matmul_precision(before)  # a run sets it for its process
-    return read_jsonl(out_dir / "r" / "metrics.jsonl")
+    return tiny.read_jsonl(out_dir / "r" / "metrics.jsonl")
 
 
 def assert_near(here, there, tolerance):

@@ -1,5 +1,6 @@
 """Sampling on a GPU: captured steps beside plain ones, engines rebuilt, captures that fail, endings."""
 
+import copy
 import gc
 import warnings
 import weakref
@@ -13,7 +14,6 @@ from on_gpu import (
     PROMPTS,
     changed,
     made,
-    made_wide,
     needs_gpu,
     needs_real_gpu,
     no_graphs,
@@ -45,6 +45,12 @@ def share_of_equals(one, other):
 @pytest.fixture(scope="module")
 def model():
     return made("Llama, tied").cuda()
+
+
+@pytest.fixture(scope="module")
+def stops(model):
+    words = [chr(ord("a") + i % 26) * (1 + i // 26) for i in range(model.config.vocab_size - 2)]
+    return StopStrings(["b c", "d", "f a"], word_tokenizer(words))
 
 
 def test_captured_steps_are_greedy_as_generate(model):
@@ -82,21 +88,15 @@ def test_captured_steps_sample_what_plain_steps_sample(name, dtype):
     assert captured.sampler_logprobs.equal(plain.sampler_logprobs)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_in_half_precision_log_probs_are_near_those_in_fp32(model, dtype):
-    rollout = drawn(Sampler(model, dtype))
-    scorer = PolicyScorer(model)
-    exact = score_all(rollout, lambda rows: scorer(*rows.sequences, 1.0)[0])
-    gaps = (exact - rollout.sampler_logprobs).abs()
-    assert gaps.sum() / rollout.mask.sum() < 0.02, "the sampler's mean error"
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_what_is_sampled_is_what_is_scored(model, temperature):
-    rollout = drawn(Sampler(model), temperature=temperature)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_what_is_sampled_is_what_is_scored(model, dtype, temperature):
+    rollout = drawn(Sampler(model, dtype), temperature=temperature)
     scorer = PolicyScorer(model)
     scored = score_all(rollout, lambda rows: scorer(*rows.sequences, temperature)[0])
-    assert (scored - rollout.sampler_logprobs).abs().max() < 1e-3
+    gaps = (scored - rollout.sampler_logprobs).abs()
+    assert gaps.sum() / rollout.mask.sum() < 0.02, "the sampler's mean error"
+    assert dtype != torch.float32 or gaps.max() < 1e-3
 
 
 def test_long_responses_in_several_shapes():
@@ -113,30 +113,25 @@ def test_long_responses_in_several_shapes():
 
 
 def test_the_vocabulary_of_qwen():
-    model = made_wide()
+    model = made("wide")
     here = sample(model, PROMPTS[:6], noise_keys(7, 3, range(6)), [0], 6, 1.0)
     there = drawn(Sampler(model.cuda()), PROMPTS[:6], max_gen_len=6)
     assert share_of_equals(here, there) > 0.8  # a token's share of the CDF is small here
 
 
-def test_weights_that_are_loaded_after_a_capture_are_sampled_from():
-    model = made("Qwen3").cuda()
+def test_one_engine_for_newer_weights_two_temperatures_and_two_eos(model):
+    model = copy.deepcopy(model)
     sampler = Sampler(model, slots=7)
-    drawn(sampler)
-    graphs = dict(sampler.engine.graphs.captured)
-    changed(model)
-    again = drawn(sampler.load(model))
-    kept = sampler.engine.graphs.captured
-    assert all(kept[key] is graph for key, graph in graphs.items()), "the same graphs read the new weights"
-    assert again.responses() == drawn(Sampler(model, slots=7)).responses()
-
-
-def test_two_temperatures_and_two_eos_on_one_engine(model):
-    sampler = Sampler(model, slots=7)
-    for temperature, eos in ((1.0, (0,)), (0.0, (0,)), (0.5, (0, 3)), (1.0, (0,)), (0.0, (0, 3))):
+    cases = [(t, eos) for t in (1.0, 0.0, 0.5, 1.0) for eos in ((0,), (0, 3))]
+    for temperature, eos in cases:
         mixed = drawn(sampler, temperature=temperature, eos=eos)
         fresh = drawn(Sampler(model, slots=7), temperature=temperature, eos=eos)
         assert mixed.responses() == fresh.responses()
+    graphs = dict(sampler.engine.graphs.captured)
+    again = drawn(sampler.load(changed(model)), temperature=temperature, eos=eos)
+    kept = sampler.engine.graphs.captured
+    assert all(kept[key] is graph for key, graph in graphs.items()), "the same graphs read the new weights"
+    assert again.responses() == drawn(Sampler(model, slots=7), eos=eos).responses()
 
 
 def test_an_engine_that_is_rebuilt_leaves_no_cache_behind(model):
@@ -172,22 +167,17 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured_and_one_line_says_so(mode
     assert other.engine.graphs.captured
 
 
-def test_decoding_hardly_waits_for_the_gpu(model):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_decoding_hardly_waits_for_the_gpu(model, stops, stopped):
     """Once steps are captured: a bounded number of waits for a whole rollout of 64 tokens a prompt."""
-    sampler = Sampler(model, slots=24)
-    drawn(sampler, max_gen_len=64, eos=(99,))
-    with waits() as found:
-        drawn(sampler, max_gen_len=64, eos=(99,))
-    assert len(found) <= 64 // 8 + 12, [f"{w.filename}:{w.lineno}" for w in found]
-
-
-# ---------------------------------------------------------------- least lengths and stop strings
-
-
-@pytest.fixture(scope="module")
-def stops(model):
-    words = [chr(ord("a") + i % 26) * (1 + i // 26) for i in range(model.config.vocab_size - 2)]
-    return StopStrings(["b c", "d", "f a"], word_tokenizer(words))
+    sampler, ends = Sampler(model, slots=24), {"eos": (99,)}
+    if stopped:
+        ends = {"eos": (39,), "least": 60, "stops": stops}
+    with torch.inference_mode():
+        for _ in range(2):
+            with waits() as found:
+                drawn(sampler, max_gen_len=64, **ends)
+    assert len(found) <= 64 // 8 + (14 if stopped else 12), [f"{w.filename}:{w.lineno}" for w in found]
 
 
 @pytest.mark.parametrize("slots", [5, 64])
@@ -211,15 +201,6 @@ def test_the_scorer_forbids_the_same(model):
         found.append(len(here))
     assert found[1] == found[0]
     assert (logprobs - rollout.sampler_logprobs).abs().max() < 1e-3
-
-
-def test_stop_strings_make_the_host_wait_no_more_often(model, stops):
-    sampler = Sampler(model, slots=24)
-    with torch.inference_mode():
-        for _ in range(2):
-            with waits() as found:
-                drawn(sampler, max_gen_len=64, eos=(39,), least=60, stops=stops)
-    assert len(found) <= 64 // 8 + 14, [f"{w.filename}:{w.lineno}" for w in found]
 
 
 @needs_real_gpu
