@@ -8,23 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from same_runs import same_metrics, same_weights
-from tiny import (
-    PYTHON,
-    ROOT,
-    finish,
-    flags,
-    free_port,
-    launch_two,
-    load_weights,
-    read_jsonl,
-    save_policy_dir,
-    without_time,
-    word_tokenizer,
-    write_jsonl,
-)
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -36,7 +23,7 @@ from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.saving import save_policy
-from trainer import supervised, train_ppo, train_reward, train_sft
+from trainer import train_ppo, train_reward, train_sft
 from trainer.compute import precision
 from trainer.compute.batching import pad_right
 from trainer.inputs import load_inputs
@@ -69,14 +56,14 @@ def files(tmp_path_factory):
         pairs.append({"prompt": words(1 + n % 6, n), **sides, "margin": 0.5 * (n % 3)})
         rated.append({"user_input": words(2, n), "completion": words(1 + n % 4, n), "score": n % 5 - 1.5})
     names = {"sft": demonstrations, "pairs": pairs, "rated": rated}
-    found = {name: write_jsonl(folder / f"{name}.jsonl", records) for name, records in names.items()}
-    tokenizer = word_tokenizer([*WORDS, "user", "assistant"], chat=True)
-    return found | {"model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=3.0)}
+    found = {name: tiny.write_jsonl(folder / f"{name}.jsonl", records) for name, records in names.items()}
+    tokenizer = tiny.word_tokenizer([*WORDS, "user", "assistant"], chat=True)
+    return found | {"model": tiny.save_policy_dir(folder / "policy", tokenizer, layers=2, spread=3.0)}
 
 
 def argv_of(files, kind, out_dir, **more):
     data = files[{"reward": "pairs", "demo": "pairs"}.get(kind, kind)]
-    return flags(**{"model": files["model"], "data_path": data, "out_dir": out_dir, **SIZES, **more})
+    return tiny.flags(**{"model": files["model"], "data_path": data, "out_dir": out_dir, **SIZES, **more})
 
 
 def build(files, kind, out_dir="/nowhere", **more):
@@ -129,14 +116,11 @@ def scores_of(model, rows):
     return model(padded, attention_mask=None).logits[:, 0]
 
 
-def test_where_answers_part():
-    assert make_reward.first_difference([5, 6, 7], [5, 7, 7]) == 1
-    assert make_reward.first_difference([5, 6], [5, 6, 7]) == 1  # one begins the other
-
-
 @pytest.mark.parametrize("kind", ["reward", "demo"])
 def test_pair_loss_and_gradients_are_those_of_padded_plain_transformers(files, kind, monkeypatch):
     """With margins; the demo's with its additional losses. Written out for one pair at a time."""
+    assert make_reward.first_difference([5, 6, 7], [5, 7, 7]) == 1
+    assert make_reward.first_difference([5, 6], [5, 6, 7]) == 1  # one begins the other
     for name, value in {"PARTING_COEF": 0.5, "LM_COEF": 0.7, "SCORE_PENALTY": 0.01}.items():
         monkeypatch.setattr(make_reward, name, value)
     run = build(files, kind)
@@ -188,7 +172,7 @@ def test_gradients_do_not_depend_on_the_cut(files, kind):
         assert again["train/loss"] == pytest.approx(means["train/loss"], abs=1e-6)
 
 
-def test_a_mixture_of_experts_is_balanced_and_named(files, tmp_path):
+def test_a_mixture_of_experts_is_balanced_and_named_and_no_reward_model(files, tmp_path):
     tokenizer = load_tokenizer(files["model"])
     torch.manual_seed(0)
     config = MiniMindConfig(use_moe=True, router_aux_loss_coef=0.1, vocab_size=len(tokenizer), **MINI)
@@ -196,12 +180,16 @@ def test_a_mixture_of_experts_is_balanced_and_named(files, tmp_path):
     moe = {**files, "model": str(tmp_path / "moe.pth")}
     train_sft.main(argv_of(moe, "sft", tmp_path, max_steps=2))
     assert load_policy(tmp_path / "full_sft_32_moe.pth").config.use_moe
-    assert read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["train/balance_loss"] > 0
+    assert tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["train/balance_loss"] > 0
     run = build(moe, "sft")
     items = [run.data[i] for i in range(5)]
     whole, cut = (gradients_of(run, items, budget)[1] for budget in (4096, 20))
     assert close(whole, cut)
     assert whole["0.model.layers.0.mlp.gate.weight"].abs().max() > 0
+    for version in (2, 3):
+        policy = load_policy(tiny.ROOT / f"tests/fixtures/minimind/minimind{version}_moe.pth")
+        with pytest.raises(InputError, match="--model: no sequence classifier exists for small_lm_minimind"):
+            train_reward.reward_from(policy, tiny.word_tokenizer([str(i) for i in range(158)]))
 
 
 @pytest.fixture(scope="module")
@@ -216,17 +204,17 @@ def whole(files, tmp_path_factory):
 
 def test_sft_learns_and_ppo_starts_from_it(files, whole):
     out = whole["sft"]
-    evaluations = [m for m in read_jsonl(out / "r" / "metrics.jsonl") if "eval/loss" in m]
+    evaluations = [m for m in tiny.read_jsonl(out / "r" / "metrics.jsonl") if "eval/loss" in m]
     assert [m["step"] for m in evaluations] == [0, 4, 6]
     assert evaluations[-1]["eval/loss"] < 0.9 * evaluations[0]["eval/loss"]
     assert evaluations[0]["eval/perplexity"] == pytest.approx(math.exp(evaluations[0]["eval/loss"]))
     state = torch.load(out / "full_sft_32.pth", weights_only=True)
     assert {tensor.dtype for tensor in state.values()} == {torch.float16}
-    tuned = load_weights(out / "r", 6, "model")
+    tuned = tiny.load_weights(out / "r", 6, "model")
     assert all(state[name].equal(x.half()) for name, x in tuned.items())
     plain = AutoModelForCausalLM.from_pretrained(out / "full_sft_32", dtype=torch.float32)
     more = {"hidden_size": 32, "reasoning": 0, "out_dir": out, "data_path": files["sft"]}
-    args = train_ppo.parse_args(flags(**more, reward_fn="judge.py:score"))
+    args = train_ppo.parse_args(tiny.flags(**more, reward_fn="judge.py:score"))
     inputs = load_inputs(args, ALONE)
     tokens = torch.tensor([inputs.prompts[0].prompt_ids])
     assert torch.equal(inputs.actor(tokens).logits, plain(tokens).logits)
@@ -246,7 +234,7 @@ def offset_in(out):
     return json.loads((out / "reward_32" / "config.json").read_text())["reward_offset"]
 
 
-def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole):
+def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole, tmp_path):
     folder = whole["reward"] / "reward_32"
     plain, report = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
@@ -254,7 +242,7 @@ def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole)
     assert not report["missing_keys"]
     assert (plain.config.num_labels, plain.config.pad_token_id) == (1, 0)
     reward_model = load_reward_model(str(folder), ALONE.device)
-    records = read_jsonl(files["pairs"])
+    records = tiny.read_jsonl(files["pairs"])
     pairs = [(record["prompt"], record["chosen"]) for record in records]
     rows = conversation_ids(AutoTokenizer.from_pretrained(folder), pairs)
     assert offset_in(whole["reward"]) != 0
@@ -267,21 +255,11 @@ def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole)
     assert scores.std() > 0.01
     assert scores.mean().item() == pytest.approx(0.0, abs=1e-3)  # it was found before weights became fp16
     assert len(list((whole["reward"] / "r" / "checkpoints").iterdir())) == 3
-
-
-def test_an_offset_that_is_no_number_is_refused(whole, tmp_path):
-    folder = shutil.copytree(whole["reward"] / "reward_32", tmp_path / "reward")
+    folder = shutil.copytree(folder, tmp_path / "reward")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"reward_offset": "high"}))
     with pytest.raises(InputError, match="could not convert string to float: 'high'"):
         load_reward_model(str(folder), ALONE.device)
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_no_reward_model_starts_from_a_minimind_with_experts(version):
-    policy = load_policy(ROOT / f"tests/fixtures/minimind/minimind{version}_moe.pth")
-    with pytest.raises(InputError, match="--model: no sequence classifier exists for small_lm_minimind"):
-        train_reward.reward_from(policy, word_tokenizer([str(i) for i in range(158)]))
 
 
 def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
@@ -298,47 +276,32 @@ def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
     assert "parameters, llama\n" in said
     assert f"centred  {offsets[0]:.3f} subtracted" in said
     assert offsets[0] != 0 == offsets[1]
-    last = read_jsonl(tmp_path / "a" / "r" / "metrics.jsonl")[-1]
+    last = tiny.read_jsonl(tmp_path / "a" / "r" / "metrics.jsonl")[-1]
     assert last["eval/rmse"] == pytest.approx(last["eval/loss"] ** 0.5)
     assert -1 <= last["eval/correlation"] <= 1
 
 
 def same_supervised_run(one, other):
     for name in ("model", "optimizer"):
-        left, right = (load_weights(folder, 6, name) for folder in (one, other))
+        left, right = (tiny.load_weights(folder, 6, name) for folder in (one, other))
         assert left.keys() == right.keys()
         assert all(left[key].equal(right[key]) for key in left)
-    left, right = (without_time(read_jsonl(folder / "metrics.jsonl")) for folder in (one, other))
+    left, right = (tiny.without_time(tiny.read_jsonl(folder / "metrics.jsonl")) for folder in (one, other))
     assert left == right
 
 
-class Killed(BaseException):
-    """Ends a run without a word."""
-
-
-@pytest.fixture(scope="module")
-def killed(files, tmp_path_factory):
-    """Both runs, saved after steps 2 and 4 and ended in step 6 -> {"sft": out_dir, "reward": out_dir}"""
-    learn = supervised.learn
-    outs = {kind: tmp_path_factory.mktemp("killed") for kind in SCRIPTS}
-
-    def until(run, step, items):
-        if step == 5:
-            raise Killed
-        return learn(run, step, items)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for kind, script in SCRIPTS.items():
-            patch.setattr(script, "learn", until)
-            with pytest.raises(Killed):
-                script.main(argv_of(files, kind, outs[kind]))
-    return outs
+def interrupted(out, out_dir):
+    """A copy of a run folder as after a kill at its last step, before this step was saved."""
+    run = shutil.copytree(out / "r", out_dir / "r")
+    shutil.rmtree(run / "checkpoints" / "step_6")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:-1]))
+    return run
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
-def test_resumed_after_a_kill_equals_never_stopped_bit_for_bit(files, whole, killed, tmp_path, kind):
-    run = shutil.copytree(killed[kind] / "r", tmp_path / "r")
-    assert [m["step"] for m in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
+def test_resumed_after_a_kill_equals_never_stopped_bit_for_bit(files, whole, tmp_path, kind):
+    run = interrupted(whole[kind], tmp_path)
     SCRIPTS[kind].main([*argv_of(files, kind, tmp_path), "--resume", "auto"])
     same_supervised_run(whole[kind] / "r", run)
     result = {"sft": "full_sft_32", "reward": "reward_32"}[kind]
@@ -346,13 +309,13 @@ def test_resumed_after_a_kill_equals_never_stopped_bit_for_bit(files, whole, kil
         assert file.read_bytes() == (tmp_path / result / file.name).read_bytes(), file.name
 
 
-def test_a_damaged_checkpoint_and_other_flags(files, whole, killed, tmp_path, capsys):
-    run = shutil.copytree(killed["sft"] / "r", tmp_path / "r")
+def test_a_damaged_checkpoint_and_other_flags(files, whole, tmp_path, capsys):
+    run = interrupted(whole["sft"], tmp_path)
     argv = argv_of(files, "sft", tmp_path)
     with pytest.raises(InputError, match=r"--weight_decay was 0\.1 and is now 0\.2"):
         train_sft.main([*argv, "--weight_decay", "0.2", "--resume", "auto"])
     with pytest.raises(InputError, match=r"--data_path .* does not hold what the run began with"):
-        other = write_jsonl(tmp_path / "other.jsonl", read_jsonl(files["sft"])[::-1])
+        other = tiny.write_jsonl(tmp_path / "other.jsonl", tiny.read_jsonl(files["sft"])[::-1])
         train_sft.main([*argv, "--data_path", other, "--resume", "auto"])
     with pytest.raises(InputError, match=r"is a run of train_sft.py; name one of train_reward.py"):
         train_reward.main([*argv_of(files, "reward", tmp_path), "--resume", "auto"])
@@ -376,10 +339,10 @@ train_reward.main(json.loads(sys.argv[2]))
 
 
 def test_two_processes_with_half_the_batch_equal_one(files, whole, tmp_path):
-    (tmp_path / "both.py").write_text(BOTH.format(root=str(ROOT)))
+    (tmp_path / "both.py").write_text(BOTH.format(root=str(tiny.ROOT)))
     argv = [json.dumps(argv_of(files, kind, tmp_path / kind, batch_size=2)) for kind in SCRIPTS]
-    for process in launch_two([*argv, str(free_port())], script=tmp_path / "both.py"):
-        finish(process)
+    for process in tiny.launch_two([*argv, str(tiny.free_port())], script=tmp_path / "both.py"):
+        tiny.finish(process)
     for kind in SCRIPTS:
         one, two = whole[kind] / "r", tmp_path / kind / "r"
         same_weights(one, two, 6, ("model",))
@@ -400,7 +363,7 @@ def test_where_memory_runs_out_less_is_taken_at_a_time(files, whole, tmp_path, m
     monkeypatch.setattr(train_sft.SftRun, "loss", cramped)
     train_sft.main(argv_of(files, "sft", tmp_path))
     same_weights(whole["sft"] / "r", tmp_path / "r", 6, ("model",))
-    assert read_jsonl(tmp_path / "r" / "metrics.jsonl")[1]["perf/out_of_memory"] == 1
+    assert tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[1]["perf/out_of_memory"] == 1
     state = json.loads((tmp_path / "r" / "checkpoints" / "step_6" / "state.json").read_text())
     assert state["token_budget"] < 2048
 
@@ -414,9 +377,9 @@ def test_a_step_that_is_not_finite_is_no_step(files, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_sft.SftRun, "loss", spoiled)
     train_sft.main(argv_of(files, "sft", tmp_path, save_interval=1))
-    before, after = (load_weights(tmp_path / "r", step, "model") for step in (2, 3))
+    before, after = (tiny.load_weights(tmp_path / "r", step, "model") for step in (2, 3))
     assert all(before[name].equal(after[name]) for name in before)
-    skipped = [m["train/skipped_steps"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]]
+    skipped = [m["train/skipped_steps"] for m in tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]]
     assert skipped == [0, 0, 1, 0, 0, 0]
     bad |= {1, 2, 3, 4, 5}
     with pytest.raises(SystemExit, match="5 optimizer steps in a row were not finite"):
@@ -429,39 +392,39 @@ def test_in_fp16_the_scale_is_kept_and_the_losses_are_those_of_fp32(files, whole
     argv = argv_of(files, "sft", tmp_path, dtype="float16")
     train_sft.main(argv)
     before = shutil.copytree(tmp_path / "r", tmp_path / "before")
-    lines = read_jsonl(before / "metrics.jsonl")[1:]
+    lines = tiny.read_jsonl(before / "metrics.jsonl")[1:]
     assert [m["perf/loss_scale"] / 2**10 for m in lines] == [1, 1, 2, 2, 4, 4]
     assert sum(m["train/skipped_steps"] for m in lines) == 0
-    exact = [m["train/loss"] for m in read_jsonl(whole["sft"] / "r" / "metrics.jsonl")[1:]]
+    exact = [m["train/loss"] for m in tiny.read_jsonl(whole["sft"] / "r" / "metrics.jsonl")[1:]]
     losses = [m["train/loss"] for m in lines]
     assert losses == pytest.approx(exact, rel=5e-3) and losses != exact
     train_sft.main([*argv, "--resume", str(tmp_path / "r" / "checkpoints" / "step_2")])
     same_supervised_run(before, tmp_path / "r")
-    again = read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]
+    again = tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]
     assert [m["perf/loss_scale"] for m in again] == [m["perf/loss_scale"] for m in lines]
-
-
-def said_command(capsys, word):
-    lines = capsys.readouterr().out.splitlines()
-    return shlex.split(next(line for line in lines if line.startswith(word)).removeprefix(word))
 
 
 def test_the_commands_that_the_stages_print_run_as_they_stand(files, tmp_path, capsys, monkeypatch):
     """From a model without a tokenizer, with a template of the flags, relative paths, a space in one."""
+
+    def said(word):
+        lines = capsys.readouterr().out.splitlines()
+        return shlex.split(next(line for line in lines if line.startswith(word)).removeprefix(word))
+
     monkeypatch.chdir(tmp_path)
     shutil.copytree(files["model"], "start", ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
     shutil.copyfile(files["pairs"], "my pairs.jsonl")
     more = {"tokenizer": files["model"], "prompt_template": "b {prompt} c", "system_prompt": "a"}
     more |= {"max_steps": 1, "run_name": ""}
     train_sft.main(argv_of(files, "sft", "out", **more, model="start"))
-    python, script, *argv = said_command(capsys, "talk ")
-    assert (python, script) == (PYTHON, str(ROOT / "chat.py"))
+    python, script, *argv = said("talk ")
+    assert (python, script) == (tiny.PYTHON, str(tiny.ROOT / "chat.py"))
     chat.main([*argv, "--prompt", "a", "--max_gen_len", "2", "--device", "cpu"])
     train_reward.main(argv_of(files | {"pairs": "my pairs.jsonl"}, "reward", "out", **more, model="start"))
-    python, script, *argv = said_command(capsys, "use ")
-    assert (python, script) == (PYTHON, str(ROOT / "trainer" / "train_ppo.py"))
+    python, script, *argv = said("use ")
+    assert (python, script) == (tiny.PYTHON, str(tiny.ROOT / "trainer" / "train_ppo.py"))
     small = {"batch_size": 4, "max_steps": 1, "out_dir": "ppo", "device": "cpu", "dtype": "float32"}
-    train_ppo.main([*argv, *flags(**small)])
+    train_ppo.main([*argv, *tiny.flags(**small)])
     config = json.loads(Path("ppo/run_1/config.json").read_text())
     assert config["system_prompt"] == "a"
     template = load_tokenizer("ppo/ppo_actor_32").chat_template
@@ -478,27 +441,26 @@ def test_a_bad_line_found_late_loses_nothing(files, tmp_path, monkeypatch):
     argv = argv_of(files | {"sft": tmp_path / "bad.jsonl"}, "sft", tmp_path, run_name="r", eval_size=2)
     with pytest.raises(InputError, match=r"bad\.jsonl:10: not JSON"):
         train_sft.main([*argv, "--epochs", "9"])
-    done = read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["step"]
+    done = tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["step"]
     assert (tmp_path / "r" / "checkpoints" / f"step_{done}").is_dir()
 
 
-def test_an_end_that_ppo_does_not_know_is_not_taught(files, tmp_path):
-    template = "{% for m in messages %}{{ m['content'] + ' a ' }}{% endfor %}"
-    with pytest.raises(InputError, match="does not end answers with the tokenizer's EOS"):
-        train_sft.main([*argv_of(files, "sft", tmp_path), "--prompt_template", template])
-
-
 def test_the_flags_of_make_demo_assets_exist():
-    done = subprocess.run(["make", "-n", "demo-assets"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "-n", "demo-assets"], cwd=tiny.ROOT, capture_output=True, text=True, check=True
+    )
     lines = done.stdout.replace("\\\n", " ").splitlines()
     commands = [line.split()[1:] for line in lines if "trainer/" in line or "demo/make" in line]
     scripts = ["make_data.py", "make_tokenizer.py", "train_sft.py", "train_sft.py", "make_reward.py"]
     assert [Path(script).name for script, *_ in commands] == scripts
     for script, *argv in commands:
-        assert (ROOT / script).is_file()
+        assert (tiny.ROOT / script).is_file()
         if "--dtype" in argv:
             args = (train_sft if "sft" in script else train_reward).parse_args(argv)
             assert Path(args.data_path).is_file()
+
+
+ENDLESS = "{% for m in messages %}{{ m['content'] + ' a ' }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -515,6 +477,7 @@ def test_the_flags_of_make_demo_assets_exist():
         ("sft", {"model": "/nowhere.pth"}, "/nowhere.pth: no such file"),
         ("sft", {"ddp": None}, "--ddp: start with 'torchrun"),
         ("sft", {"kl_coef": 1}, "kl_coef"),
+        ("sft", {"prompt_template": ENDLESS}, "does not end answers with the tokenizer's EOS"),
         ("reward", {"data_path": "{sft}"}, "sft.jsonl:1: "),
         ("reward", {"data_path": "{margin}"}, 'margin.jsonl:1: "margin" must be a number'),
         ("reward", {"data_path": "{score}"}, 'score.jsonl:1: "score" must be a number'),
@@ -524,8 +487,11 @@ def test_the_flags_of_make_demo_assets_exist():
 def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, kind, more, says):
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}
     records = {"empty": [], "margin": [pair], "score": [{"user_input": "a", "completion": "b", "score": "x"}]}
-    made = {name: write_jsonl(tmp_path / f"{name}.jsonl", lines) for name, lines in records.items()}
-    more = {name: x.format(**files, **made) if isinstance(x, str) else x for name, x in more.items()}
+    made = {name: tiny.write_jsonl(tmp_path / f"{name}.jsonl", lines) for name, lines in records.items()}
+    more = {
+        name: x.format(**files, **made) if str(x).startswith("{") and x != ENDLESS else x
+        for name, x in more.items()
+    }
     argv = argv_of(files, kind, tmp_path / "out", **{name: x for name, x in more.items() if x is not None})
     argv += [f"--{name}" for name, x in more.items() if x is None]
     with pytest.raises(InputError, match=says):

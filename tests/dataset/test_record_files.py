@@ -45,7 +45,7 @@ def test_files(tmp_path, name, content):
     assert read(tmp_path / name) == RECORDS
 
 
-def test_tables(tmp_path):
+def test_tables_and_hub_names(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_list([{"answer": None, **record} for record in RECORDS])
     table.to_parquet(tmp_path / "a.parquet")
@@ -63,17 +63,12 @@ def test_tables(tmp_path):
     (tmp_path / "b.parquet").write_bytes(b"no table")
     with pytest.raises(InputError, match=r"b\.parquet: the library datasets cannot read it"):
         open_records(tmp_path / "b.parquet")
-
-
-def test_hub_names(monkeypatch):
-    import datasets
-
     asked = []
 
     def load_dataset(name, split, data_files):
         assert data_files is None
         asked.append((name, split))
-        return datasets.Dataset.from_list([{"answer": None, **record} for record in RECORDS])
+        return table
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert read("someone/prompts") == read("someone/prompts:test[:10%]") == RECORDS
@@ -102,15 +97,12 @@ def test_bad_files(tmp_path, name, content, says):
         RLAIFDataset(tmp_path / name, word_tokenizer(["hi"]), 10)
 
 
-@pytest.mark.parametrize("name", ["nowhere.jsonl", "no/where.gz", "a/b/c", "x" * 300, "a\0b", "\ud800"])
-def test_paths_that_name_no_file(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError) as caught:
-        open_records(name)
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_what_cannot_be_opened_or_unpacked_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("nowhere.jsonl", "no/where.gz", "a/b/c", "x" * 300, "a\0b", "\ud800"):
+        with pytest.raises(InputError) as caught:
+            open_records(name)
+        assert len(str(caught.value).splitlines()) == 1
     end, start = os.pipe()
     os.write(start, LINES)
     os.close(start)
@@ -232,12 +224,6 @@ def test_a_bad_line_behind_the_sample(tmp_path, small_limits):
         assert multiprocessing.active_children() == []  # although ``caught`` still holds the traceback
         assert str(caught.value).startswith(f"{tmp_path / 'a.jsonl'}:8: a conversation must be")
         assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_file_that_changes_while_it_is_read(tmp_path, small_limits):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, [{"prompt": "a"}] * 40)
-    data = RLAIFDataset(path, word_tokenizer("a"), 5)
-    path.write_bytes(b"")
+    (tmp_path / "a.jsonl").write_bytes(b"")  # it changes while it is read
     with pytest.raises(InputError, match=r"a\.jsonl:4: not JSON"):
         data[3]

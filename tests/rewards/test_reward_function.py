@@ -11,13 +11,8 @@ import torch
 from tiny import request_of, run_files, train, write_jsonl
 
 from errors import InputError
+from trainer.rewards import reward_function
 from trainer.rewards.combine import Reward
-from trainer.rewards.reward_function import (
-    call_reward_function,
-    check_columns,
-    load_reward_function,
-    time_limit,
-)
 
 RECORDS = [
     {"prompt": "p", "tests": [1, 2], "level": 3},
@@ -27,7 +22,7 @@ RECORDS = [
 
 def called(function):
     request = request_of(["p", "q"], ["r", "s"], [None, "a"], records=RECORDS)
-    return call_reward_function(function, request, 0)[0]
+    return reward_function.call_reward_function(function, request, 0)[0]
 
 
 def seen(function):
@@ -108,7 +103,7 @@ def test_a_function_that_cannot_be_called_is_refused_when_it_is_loaded(signature
     with pytest.raises(
         InputError, match=r"called with prompts, responses, answers, .* in this order"
     ) as caught:
-        load_reward_function(f"{tmp_path / 'f.py'}:f")
+        reward_function.load_reward_function(f"{tmp_path / 'f.py'}:f")
     assert str(caught.value).endswith(f"they are {signature.replace('*', '')}")
 
 
@@ -118,23 +113,23 @@ def test_what_is_no_function_is_refused_and_a_mistake_inside_has_its_place(tmp_p
     (tmp_path / "imports.py").write_text("import nowhere_to_be_found\n")
     for spec in (f"{path}:other", f"{path}:x", f"{path}", f"{tmp_path}/none.py:score"):
         with pytest.raises(InputError, match="--reward_fn"):
-            load_reward_function(spec)
+            reward_function.load_reward_function(spec)
     with pytest.raises(InputError, match="nowhere_to_be_found"):
-        load_reward_function(f"{tmp_path}/imports.py:score")
+        reward_function.load_reward_function(f"{tmp_path}/imports.py:score")
     (tmp_path / "f.py").write_text("def f(p, r, a):\n    return r[9]\n")
     with pytest.raises(InputError, match=r"IndexError: .* at .*f\.py:2; correct the function"):
-        called(load_reward_function(f"{tmp_path / 'f.py'}:f"))
+        called(reward_function.load_reward_function(f"{tmp_path / 'f.py'}:f"))
 
 
 def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default():
     columns = {"prompt": None, "tests": None}
     for function in (lambda p, r, a, tests, level=1: 0, lambda a, b, c, **columns: 0):
-        check_columns(function, columns, "a.jsonl")
+        reward_function.check_columns(function, columns, "a.jsonl")
     wanted = (
         r"--reward_fn: its parameter 'test' is no key of .* a\.jsonl; keys found: \"prompt\", \"tests\": ren"
     )
     with pytest.raises(InputError, match=wanted):
-        check_columns(lambda a, b, c, test: 0, columns, "a.jsonl")
+        reward_function.check_columns(lambda a, b, c, test: 0, columns, "a.jsonl")
 
 
 WANTED = r"; it must be a number, or a list of pairs \(character offset, score\) with offsets from 0 to 1, or"
@@ -250,7 +245,7 @@ def test_an_alarm_that_comes_while_it_is_turned_off_leaves_nothing_behind(monkey
     late = {name: after_an_alarm(getattr(signal, name)) for name in ("setitimer", "signal")}
     kinds = {"SIGALRM": signal.SIGALRM, "ITIMER_REAL": signal.ITIMER_REAL}
     monkeypatch.setattr("trainer.rewards.reward_function.signal", SimpleNamespace(**kinds, **late))
-    with time_limit(60):
+    with reward_function.time_limit(60):
         pass
     assert came == ["setitimer", "signal"]
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

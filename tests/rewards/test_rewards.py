@@ -6,25 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
+import transformers as T
 from test_remote_code import save_old
-from tiny import (
-    flags,
-    llama_config,
-    read_jsonl,
-    request_of,
-    run_files,
-    save_policy_dir,
-    save_reward_dir,
-    train,
-    word_tokenizer,
-)
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaForCausalLM,
-)
 
 from errors import InputError
 from model.critic import CriticModel
@@ -112,7 +97,7 @@ SUMS = [  # (the reward's fields, responses to p, q, r, {part: scores}, what els
 def test_parts_and_their_sum(case):
     fields, responses, wanted, *more = case
     reward = Reward(**fields)
-    raw = reward.raw_scores(request_of(list("pqr")[: len(responses)], responses, **dict(*more)))
+    raw = reward.raw_scores(tiny.request_of(list("pqr")[: len(responses)], responses, **dict(*more)))
     parts = reward.combine(raw, ALONE)
     assert {name: x.tolist() for name, x in parts.items()} == {n: pytest.approx(x) for n, x in wanted.items()}
     assert list(parts) == list(wanted) == reward.names
@@ -125,7 +110,7 @@ def test_a_score_is_at_its_limit_where_the_clip_holds_it():
     other = judging({said: 4.0 * (said == "p: c") for said in table})
     for more, wanted in (({}, [1, 1, 0, 0]), ({"other": other}, [1, 1, 1, 0])):
         reward = Reward({"model": judging(table, -0.5)} | more)
-        raw = reward.raw_scores(request_of(["p"] * 4, ["a", "b", "c", GOOD]))
+        raw = reward.raw_scores(tiny.request_of(["p"] * 4, ["a", "b", "c", GOOD]))
         assert reward.at_limit(raw).tolist() == wanted
 
 
@@ -170,7 +155,7 @@ def test_normalised_scores_by_hand():
     block = "a<answer>x</answer>"
     table = {f"p: {block}": 10.0, "p: x": 30.0, "p: b": 20.0, "p: c": 30.0, "p: d": 100.0}
     reward = Reward({"model": judging(table, 2.0)}, normalize=True)
-    first, later = (reward.raw_scores(request_of(["p"] * len(x), x)) for x in ([block, "b", "c"], ["d"]))
+    first, later = (reward.raw_scores(tiny.request_of(["p"] * len(x), x)) for x in ([block, "b", "c"], ["d"]))
     parts = reward.combine(first, ALONE)
     close(reward.running["model"], RunningStats(3, 20.0, 200.0))
     unit = math.sqrt(200 / 3)
@@ -186,21 +171,21 @@ def test_normalised_scores_by_hand():
 
 def test_a_run_counts_each_response_once_and_shows_the_raw_scale(tmp_path):
     """A batch whose reward function fails does not count: the resumed run equals one without failure."""
-    files = run_files(tmp_path, count=8)
+    files = tiny.run_files(tmp_path, count=8)
     files |= {"out_dir": tmp_path / "out", "run_name": "r", "batch_size": 4, "mini_batch_size": 4}
     files |= {"max_gen_len": 4, "epochs": 9, "max_steps": 3, "critic_warmup_steps": 0, "normalize_reward": 1}
     whole, failing = tmp_path / "combine.py", tmp_path / "failing.py"
     failing.write_text(whole.read_text().replace("due = ", "assert calls < 3; due = "))
-    train(**files)
+    tiny.train(**files)
     with pytest.raises(InputError, match="--reward_fn"):
-        train(**files | {"reward_fn": f"{failing}:score", "run_name": "f"})
-    train(**files | {"run_name": "f"}, resume="auto")
+        tiny.train(**files | {"reward_fn": f"{failing}:score", "run_name": "f"})
+    tiny.train(**files | {"run_name": "f"}, resume="auto")
     states = [
         json.loads((tmp_path / "out" / name / "checkpoints" / "step_3" / "state.json").read_text())
         for name in ("r", "f")
     ]
     assert states[0] == states[1]
-    lines = read_jsonl(tmp_path / "out/r/metrics.jsonl")[1:]
+    lines = tiny.read_jsonl(tmp_path / "out/r/metrics.jsonl")[1:]
     assert states[0]["raw_scores"]["model"]["count"] == 12
     assert all("reward/score_raw" in line for line in lines)
 
@@ -220,23 +205,25 @@ def test_specs_of_reward_models(tmp_path):
 def test_every_flag_reaches_the_reward():
     wanted = {"missing_eos_penalty": 0.5, "repetition_penalty": 0.1, "length_reward": 0.2, "max_gen_len": 7}
     wanted |= {"overlong_buffer": 3, "overlong_penalty": 0.4, "thinking_reward": 0.6}
-    argv = flags(**wanted, reward_timeout=9, normalize_reward=1, reasoning=0)
+    argv = tiny.flags(**wanted, reward_timeout=9, normalize_reward=1, reasoning=0)
     reward = load_reward(train_ppo.parse_args([*argv, "--reward_model"]), CPU, torch.float32)
     wanted |= {"timeout": 9, "normalize": 1, "reasoning": 0, "server": None}
     assert wanted.items() <= vars(reward).items()
 
 
 def test_training_with_several_reward_models(tmp_path):
-    files = run_files(tmp_path) | {"reward_fn": "", "run_name": "r", "out_dir": tmp_path / "out"}
-    tokenizer = word_tokenizer(list("abcdefgh"), chat=True)
-    more = save_reward_dir(tmp_path / "more", tokenizer, seed=9)
-    high = save_reward_dir(tmp_path / "high", tokenizer, reward_offset=-50.0)  # about 50 for every response
+    files = tiny.run_files(tmp_path) | {"reward_fn": "", "run_name": "r", "out_dir": tmp_path / "out"}
+    tokenizer = tiny.word_tokenizer(list("abcdefgh"), chat=True)
+    more = tiny.save_reward_dir(tmp_path / "more", tokenizer, seed=9)
+    high = tiny.save_reward_dir(
+        tmp_path / "high", tokenizer, reward_offset=-50.0
+    )  # about 50 for every response
     sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "critic_warmup_steps": 0}
     sizes["device"] = "cpu"
     reward_models = ["--reward_model", f"{files.pop('reward_model')}=0.5", f"{more}=2", f"{high}=0.1"]
-    argv = flags(**files, **sizes, max_steps=2, length_reward=0.1, repetition_penalty=0.3)
+    argv = tiny.flags(**files, **sizes, max_steps=2, length_reward=0.1, repetition_penalty=0.3)
     train_ppo.main([*argv, *reward_models, "--reward_dtype", "bfloat16"])
-    for metrics in read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]:
+    for metrics in tiny.read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]:
         parts = [metrics[name] for name in metric_names(PARTS, {name: [x] for name, x in metrics.items()})]
         names = ("model_reward", "model_more", "length_reward", "repetition")
         assert {f"reward/{name}" for name in names} <= metrics.keys()
@@ -267,8 +254,8 @@ def test_code_from_outside_needs_permission_and_weights_may_be_in_torchs_own_fil
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path):
-    save_policy_dir(tmp_path / "a causal LM", word_tokenizer(WORDS))
-    save_reward_dir(tmp_path / "two labels", word_tokenizer(WORDS), num_labels=2)
+    tiny.save_policy_dir(tmp_path / "a causal LM", tiny.word_tokenizer(WORDS))
+    tiny.save_reward_dir(tmp_path / "two labels", tiny.word_tokenizer(WORDS), num_labels=2)
     says = {
         "missing": "no such folder here",
         "a causal LM": "cannot be loaded: ",
@@ -280,14 +267,14 @@ def test_what_is_no_reward_model_is_refused(tmp_path):
 
 
 def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path):
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    path = save_reward_dir(tmp_path, tokenizer, reward_offset=5.0)
+    tokenizer = tiny.word_tokenizer(WORDS, chat=True)
+    path = tiny.save_reward_dir(tmp_path, tokenizer, reward_offset=5.0)
     reward_model = load_reward_model(path, CPU)
     reward_model.max_length = 6
     score = reward_model([("one two three", "four five four five two")])
     ids = tokenizer("user one two three </s> assistant four five four five two </s>").input_ids
     with torch.no_grad():
-        model = AutoModelForSequenceClassification.from_pretrained(path)
+        model = T.AutoModelForSequenceClassification.from_pretrained(path)
         last, first = (model(torch.tensor([x])).logits.item() for x in (ids[-6:], ids[:6]))
     assert score.item() == pytest.approx(last - 5.0, abs=1e-5)
     assert abs(first - last) > 1e-3
@@ -297,21 +284,21 @@ def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path
 def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkeypatch, kind):
     """In an encoder all tokens see each other, so padding must be masked. A decoder that looks for its last
     token by the pad token, and has none, gets one conversation at a time."""
-    tokenizer = word_tokenizer(WORDS, chat=True)
+    tokenizer = tiny.word_tokenizer(WORDS, chat=True)
     if kind != "packed":
         monkeypatch.setattr("trainer.rewards.reward_models.pack_sequences", lambda backbone: False)
-    save_reward_dir(tmp_path, tokenizer, pad_token_id=None if kind == "no pad token" else 1)
+    tiny.save_reward_dir(tmp_path, tokenizer, pad_token_id=None if kind == "no pad token" else 1)
     if kind == "encoder":
         torch.manual_seed(0)
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
         more = {"num_labels": 1, "initializer_range": 0.5, "pad_token_id": 1, "architectures": None}
-        config = BertConfig(vocab_size=len(tokenizer), **sizes, **more)
-        BertForSequenceClassification(config).save_pretrained(tmp_path)
+        config = T.BertConfig(vocab_size=len(tokenizer), **sizes, **more)
+        T.BertForSequenceClassification(config).save_pretrained(tmp_path)
     model = load_reward_model(str(tmp_path), CPU)
     assert model.packs == (kind == "packed")
     conversations = [("one", "two </s>"), ("one two three", "four"), ("five", "one two three four five")]
     found = model(conversations).tolist()
-    peer = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    peer = T.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     for pair, score in zip(conversations, found, strict=True):
         (ids,) = conversation_ids(model.tokenizer, [pair])
         with torch.no_grad():
@@ -320,8 +307,8 @@ def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkey
 
 
 def saved_in(folder, dtype, offset=0.0):
-    path = save_reward_dir(folder, word_tokenizer(WORDS, chat=True), layers=2)
-    model = AutoModelForSequenceClassification.from_pretrained(path).to(dtype)
+    path = tiny.save_reward_dir(folder, tiny.word_tokenizer(WORDS, chat=True), layers=2)
+    model = T.AutoModelForSequenceClassification.from_pretrained(path).to(dtype)
     model.config.reward_offset = offset
     model.save_pretrained(path)
     return path
@@ -415,11 +402,11 @@ def test_the_critic_starts_with_weight_and_sign_on_the_demo():
 
 def test_the_critic_starts_from_no_model_with_fewer_embeddings_than_the_policy(tmp_path):
     """Policies often have a few more embeddings than their tokenizer has ids, and can sample every one."""
-    path = save_reward_dir(tmp_path, word_tokenizer(WORDS, chat=True))
+    path = tiny.save_reward_dir(tmp_path, tiny.word_tokenizer(WORDS, chat=True))
     reward = load_reward_model(path, CPU)
     rows = len(reward.tokenizer)
     for more, found in ((-1, reward.model), (0, reward.model), (1, None)):
-        policy = LlamaForCausalLM(llama_config(rows + more))
+        policy = T.LlamaForCausalLM(tiny.llama_config(rows + more))
         start = critic_start("auto", {"model": (reward, 1.0)}, policy, reward.tokenizer)
         assert start == (found or policy, 1.0)
     with pytest.raises(InputError, match=f"--critic_init reward: .*at least its {rows + 1} embeddings"):

@@ -3,19 +3,10 @@
 import inspect
 
 import pytest
-from tiny import ROOT, read_jsonl, run_files, train, write_jsonl
+from tiny import ROOT
 
 from dataset.formats import to_prompt
-from trainer.rewards.rules import (
-    answer_text,
-    exact_answer,
-    format_reward,
-    is_correct,
-    length_reward,
-    mark_reward,
-    overlong_penalty,
-    repetition_penalty,
-)
+from trainer.rewards import rules
 
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
 FORMS = [  # (response, reward of the format, of the marks)
@@ -69,28 +60,31 @@ DAPO = {
     20_480: 1.0,
 }  # its own numbers
 RULES = [  # (rule, its arguments, what it gives)
-    *((format_reward, (text,), form) for text, form, _ in FORMS),
-    *((mark_reward, (text,), marks) for text, _, marks in FORMS),
-    (answer_text, (GOOD,), "2"),
-    (answer_text, ("<answer>a</answer><answer>b</answer>",), "a"),
-    (answer_text, ("<answer>2",), None),
-    (is_correct, (GOOD, " 2 ", True), True),
-    (is_correct, ("2", "2", True), False),
-    (is_correct, (" 2", "2", False), True),
-    (repetition_penalty, ("a b c d e", 0.5), 0.0),
-    (repetition_penalty, ("", 0.5), 0.0),
-    (repetition_penalty, ("a b", 0.5), 0.0),
-    (repetition_penalty, ("a b c a b c", 0.5), 0.25),  # 1 of 4 trigrams is a repetition
-    (repetition_penalty, ("A, a, a, a, a, a", 0.5), 0.5),  # 7 of 9: more than half
-    (repetition_penalty, ("x " * 100, 0.3), 0.3),
-    *((length_reward, ("x" * n, 0.5), -0.5) for n in (0, 19, 801)),
-    *((length_reward, ("x" * n, 0.5), 0.5) for n in (20, 800)),
-    (length_reward, ("\n " + "x" * 19, 0.5), -0.5),  # spaces around it do not count
-    (length_reward, ("x" * 800 + "\n", 0.5), 0.5),
-    *((overlong_penalty, (length, 20_480, 4096, 1.0), penalty) for length, penalty in DAPO.items()),
-    *((overlong_penalty, (n, 4, 2, 0.5), penalty) for n, penalty in enumerate((0.0, 0.0, 0.25, 0.5), 1)),
-    (overlong_penalty, (1, 4, 4, 1.0), 0.25),  # every token costs
-    *((exact_answer, (["q"], [text], [answer]), [right]) for text, answer, right in NUMBERS),
+    *((rules.format_reward, (text,), form) for text, form, _ in FORMS),
+    *((rules.mark_reward, (text,), marks) for text, _, marks in FORMS),
+    (rules.answer_text, (GOOD,), "2"),
+    (rules.answer_text, ("<answer>a</answer><answer>b</answer>",), "a"),
+    (rules.answer_text, ("<answer>2",), None),
+    (rules.is_correct, (GOOD, " 2 ", True), True),
+    (rules.is_correct, ("2", "2", True), False),
+    (rules.is_correct, (" 2", "2", False), True),
+    (rules.repetition_penalty, ("a b c d e", 0.5), 0.0),
+    (rules.repetition_penalty, ("", 0.5), 0.0),
+    (rules.repetition_penalty, ("a b", 0.5), 0.0),
+    (rules.repetition_penalty, ("a b c a b c", 0.5), 0.25),  # 1 of 4 trigrams is a repetition
+    (rules.repetition_penalty, ("A, a, a, a, a, a", 0.5), 0.5),  # 7 of 9: more than half
+    (rules.repetition_penalty, ("x " * 100, 0.3), 0.3),
+    *((rules.length_reward, ("x" * n, 0.5), -0.5) for n in (0, 19, 801)),
+    *((rules.length_reward, ("x" * n, 0.5), 0.5) for n in (20, 800)),
+    (rules.length_reward, ("\n " + "x" * 19, 0.5), -0.5),  # spaces around it do not count
+    (rules.length_reward, ("x" * 800 + "\n", 0.5), 0.5),
+    *((rules.overlong_penalty, (length, 20_480, 4096, 1.0), penalty) for length, penalty in DAPO.items()),
+    *(
+        (rules.overlong_penalty, (n, 4, 2, 0.5), penalty)
+        for n, penalty in enumerate((0.0, 0.0, 0.25, 0.5), 1)
+    ),
+    (rules.overlong_penalty, (1, 4, 4, 1.0), 0.25),  # every token costs
+    *((rules.exact_answer, (["q"], [text], [answer]), [right]) for text, answer, right in NUMBERS),
 ]
 
 
@@ -113,27 +107,12 @@ def test_the_reference_itself_is_right_and_another_number_wrong():
     asked, answers = zip(*map(to_prompt, RECORDS), strict=True)
     assert answers == ("72", "1240", "-2")
     for responses in (answers, [record["answer"] for record in RECORDS]):
-        assert exact_answer(asked, responses, answers) == [1.0, 1.0, 1.0]
-    assert exact_answer(asked, ["#### 73", "#### 124", "#### 2"], answers) == [0.0, 0.0, 0.0]
-    assert exact_answer(asked, ["so 72", "$1,240.00", "it is -2."], answers) == [1.0, 1.0, 1.0]
+        assert rules.exact_answer(asked, responses, answers) == [1.0, 1.0, 1.0]
+    assert rules.exact_answer(asked, ["#### 73", "#### 124", "#### 2"], answers) == [0.0, 0.0, 0.0]
+    assert rules.exact_answer(asked, ["so 72", "$1,240.00", "it is -2."], answers) == [1.0, 1.0, 1.0]
 
 
 def test_the_page_shows_the_function_as_it_is():
     page = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
-    assert inspect.getsource(exact_answer) in page
+    assert inspect.getsource(rules.exact_answer) in page
     assert "--reward_fn trainer/rewards/rules.py:exact_answer" in page
-
-
-def test_a_run_on_records_of_this_shape(tmp_path, capsys):
-    function = f"{ROOT}/trainer/rewards/rules.py:exact_answer"
-    path = write_jsonl(tmp_path / "train.jsonl", RECORDS * 2)
-    files = run_files(tmp_path) | {"reward_fn": function, "data_path": path, "eval_data_path": path}
-    files |= {"out_dir": tmp_path / "out", "run_name": "r"}
-    sizes = {"batch_size": 6, "mini_batch_size": 3, "max_gen_len": 4, "max_steps": 1}
-    train(**files, **sizes, critic_warmup_steps=0, reasoning=0)
-    assert read_jsonl(tmp_path / "out/r/metrics.jsonl")[1]["reward/function"] == 0.0
-    assert read_jsonl(tmp_path / "out/r/samples.jsonl")[0]["prompt"] in {r["question"] for r in RECORDS}
-    said = capsys.readouterr().out
-    assert "  held out at step 1: accuracy 0.000 | greedy 0.000 | " in said
-    assert "- No held-out answer was right, before or after (accuracy 0)." in said
-    assert "because eval/function was never above 0.000\n" in said
