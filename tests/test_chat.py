@@ -1,6 +1,7 @@
 """chat.py: prompts from flags, pipes and terminals, history, sampling, stop strings."""
 
 import argparse
+import contextlib
 import os
 import pty
 import re
@@ -150,55 +151,50 @@ def test_no_traceback_for_bad_input_nor_for_a_closed_output(out, tmp_path):
     assert left.returncode == 141 and len(noise.splitlines()) == 1  # it names the model
 
 
-class Terminal:
-    """A session on a pseudo-terminal: send lines, wait for text."""
-
-    def __init__(self, *flags):
-        self.master, slave = pty.openpty()
-        self.process = start(*flags, stdin=slave, stdout=slave, stderr=slave)
-        os.close(slave)
-        self.text, self.seen = "", 0
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self):
-        try:
-            while data := os.read(self.master, 4096):
-                self.text += data.decode("utf-8", "replace").replace("\r", "")
-        except OSError:  # the other end is closed
-            pass
-
-    def wait_for(self, text, seconds=300):
-        """-> what came since the last wait, up to and including ``text``"""
-        deadline = time.monotonic() + seconds
-        while (at := self.text.find(text, self.seen)) < 0:
-            assert time.monotonic() < deadline, f"no {text!r} in {self.text[self.seen :]!r}"
-            time.sleep(0.01)
-        before, self.seen = self.text[self.seen : at], at + len(text)
-        return before
-
-    def send(self, text):
-        os.write(self.master, text.encode())
-
-
 def test_a_conversation_in_a_terminal(tmp_path):
     path = saved(endless(positions=1_000_000), tmp_path)
-    terminal = Terminal("--model", path, "--max_gen_len", 400_000)
+    master, slave = pty.openpty()
+    process = start("--model", path, "--max_gen_len", 400_000, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    chunks = []
+
+    def read():
+        with contextlib.suppress(OSError):  # the other end is closed
+            while data := os.read(master, 4096):
+                chunks.append(data)
+
+    threading.Thread(target=read, daemon=True).start()
+    seen = 0
+
+    def wait_for(text, seconds=300):
+        """-> what came since the last wait, up to and including ``text``"""
+        nonlocal seen
+        deadline = time.monotonic() + seconds
+        while (at := (said := shown()).find(text, seen)) < 0:
+            assert time.monotonic() < deadline, f"no {text!r} in {said[seen:]!r}"
+            time.sleep(0.01)
+        before, seen = said[seen:at], at + len(text)
+        return before
+
+    def shown():
+        return b"".join(chunks).decode("utf-8", "replace").replace("\r", "")
+
     try:
-        assert "/clear forgets" in terminal.wait_for("> ")
-        terminal.send("w1 w2\n")
-        terminal.wait_for("w1 w2\n")
-        terminal.wait_for(" w")  # the answer has begun
-        terminal.process.send_signal(signal.SIGINT)
-        assert "Traceback" not in terminal.wait_for("\n> ")
-        terminal.send("/clear\n")
-        terminal.wait_for("/clear\n> ")
-        terminal.send("\x04")
-        assert terminal.process.wait(300) == 0
-        assert "rror" not in terminal.text
+        assert "/clear forgets" in wait_for("> ")
+        os.write(master, b"w1 w2\n")
+        wait_for("w1 w2\n")
+        wait_for(" w")  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in wait_for("\n> ")
+        os.write(master, b"/clear\n")
+        wait_for("/clear\n> ")
+        os.write(master, b"\x04")
+        assert process.wait(300) == 0
+        assert "rror" not in shown()
     finally:
-        terminal.process.kill()
-        terminal.process.wait()
-        os.close(terminal.master)
+        process.kill()
+        process.wait()
+        os.close(master)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +305,8 @@ def test_a_conversation_that_is_too_long_is_one_line_and_an_answer_is_cut(out, m
     assert len(one.history) == 2 and "takes" not in capsys.readouterr().err
     one = speaker(out / "ppo_actor_32.pth", max_gen_len=500)
     asked = "w1 " * 240
-    assert 0 < len(one.answer(asked).split()) <= 256 - len(one.encode(asked))
+    room = 256 - len(one.encode(asked))
+    assert 0 < len(one.answer(asked).split()) <= room
 
 
 def test_an_answer_ends_where_the_trainers_sampler_ends_it(tmp_path, capsys):

@@ -64,12 +64,12 @@ def test_there_and_back_in_fp32_and_in_narrower_types(family, tmp_path):
         assert again.get_vocab() == tokenizer.get_vocab() and again.chat_template == tokenizer.chat_template
     for dtype in (torch.float16, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        run(tmp_path / "second.pth", tmp_path / name, "--dtype", name)
-        run(tmp_path / name, tmp_path / f"{name}.pth", "--dtype", name)
-        expected = load_policy(tmp_path / "second.pth").to(dtype).float()
-        for path in (name, f"{name}.pth"):
-            same_weights(load_policy(tmp_path / path), expected)
-        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).dtype == dtype
+        paths = tmp_path / name, tmp_path / f"{name}_back.pth"
+        run(tmp_path / "second.pth", paths[0], "--dtype", name)
+        run(*paths, "--dtype", name)
+        for path in paths:
+            same_weights(load_policy(path), build(FAMILIES[family]()).to(dtype).float())
+        assert AutoModelForCausalLM.from_pretrained(paths[0]).dtype == dtype
 
 
 @pytest.mark.parametrize(

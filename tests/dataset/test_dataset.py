@@ -42,8 +42,10 @@ def test_long_prompts_are_dropped_not_cut(chat, jsonl):
     data = RLAIFDataset(path, chat, 30)
     assert len(data) == 1 and data.dropped == 2 and data[0].index == 1
     assert data[0].prompt == "hi"
-    with pytest.raises(InputError, match="--max_seq_len"):
-        RLAIFDataset(path, chat, 3)
+    sides = jsonl({"prompt": "hi", "chosen": "5", "rejected": "6"})
+    for kind in (RLAIFDataset, SFTDataset, PreferenceDataset):
+        with pytest.raises(InputError, match="--max_seq_len"):
+            kind(sides, chat, 3)
 
 
 def test_a_wrong_record_is_named_with_file_and_line(chat, jsonl):
@@ -198,21 +200,6 @@ def adding(token):
     processor = TemplateProcessing(single=f"{token} $A", special_tokens=special)
     tokenizer.backend_tokenizer.post_processor = processor
     return tokenizer
-
-
-def test_preferences_are_what_ppo_will_have_scored(chat, plain, jsonl):
-    as_text = {"prompt": "hi", "chosen": "5", "rejected": "6"}
-    as_messages = {side: [tiny.user("hi"), tiny.assistant(as_text[side])] for side in ("chosen", "rejected")}
-    path = jsonl(as_text, {**as_text, "prompt": [tiny.user("hi")]}, as_messages)
-    pairs = [pair[:2] for pair in PreferenceDataset(path, chat, 100)]
-    assert pairs[0] == pairs[1] == pairs[2]
-    for ids, response in zip(pairs[0], "56", strict=True):
-        text = chat.apply_chat_template([tiny.user("hi"), tiny.assistant(response)], tokenize=False)
-        assert ids == chat(text, add_special_tokens=False)["input_ids"]
-        assert [ids, ids] == conversation_ids(chat, [([tiny.user("hi")], response), ("hi", response)])
-    assert plain.decode(PreferenceDataset(path, plain, 100)[2][1]) == "hi\n6"
-    with pytest.raises(InputError, match="--max_seq_len"):
-        PreferenceDataset(path, chat, 4)
 
 
 def test_the_system_message_comes_first_unless_there_is_one(chat, plain, jsonl):

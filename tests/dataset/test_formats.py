@@ -327,11 +327,9 @@ def test_all_forms_through_the_datasets(chat, jsonl):
     assert not rated.pairs and list(rated) == [(conversation_ids(chat, [("hi", "5")])[0], 2.0)]
 
 
-PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-
-
 def test_every_example_record_of_the_docs_is_read_as_their_table_says():
-    records = [json.loads(line) for line in PAGE.split("```json\n")[1].split("```")[0].splitlines()]
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in page.split("```json\n")[1].split("```")[0].splitlines()]
     assert len(records) > 12
     for record in records:
         prompt, answer = to_prompt(record)

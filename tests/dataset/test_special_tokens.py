@@ -145,23 +145,20 @@ ORDINARY = [
 ]
 
 
-def test_ordinary_text_is_encoded_as_before(tokenizer):
-    for text in ORDINARY:
-        messages = [user("the"), assistant(text), user(text)]
-        assert prompt_ids(tokenizer, messages) == as_before(tokenizer, messages, True)
-        whole = as_before(tokenizer, [*messages, assistant(text)], False)
-        assert conversation_ids(tokenizer, [(messages, text)]) == [whole]
-        assert unmark(mark_special(tokenizer, text)) == text
-
-
-def test_real_prompts_are_encoded_as_before(kind, tokenizer):
-    """The demo's and, where they are here, MiniMind's."""
+def test_ordinary_text_is_encoded_as_before(kind, tokenizer):
+    """And so are the demo's prompts and, where they are here, MiniMind's."""
     lines = (ROOT / "dataset/demo/ppo.jsonl").read_text("utf-8").splitlines()[:300]
     if SHARED.is_dir() and kind in ("minimind", "demo", "dreams", "words"):
         lines += (SHARED / "rlaif-mini.jsonl").read_text("utf-8").splitlines()[:1500]
     for prompt, _ in map(to_prompt, map(json.loads, lines)):
         messages = [user(prompt)] if isinstance(prompt, str) else prompt
         assert prompt_ids(tokenizer, prompt) == as_before(tokenizer, messages, True)
+    for text in ORDINARY:
+        messages = [user("the"), assistant(text), user(text)]
+        assert prompt_ids(tokenizer, messages) == as_before(tokenizer, messages, True)
+        whole = as_before(tokenizer, [*messages, assistant(text)], False)
+        assert conversation_ids(tokenizer, [(messages, text)]) == [whole]
+        assert unmark(mark_special(tokenizer, text)) == text
 
 
 def test_spelled_special_tokens_stay_text(kind, tokenizer):

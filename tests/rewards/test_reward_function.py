@@ -25,20 +25,6 @@ def called(function):
     return reward_function.call_reward_function(function, request, 0)[0]
 
 
-def seen(function):
-    """What a function with these parameters is called with -> (its first arguments, {name: value})."""
-    calls = []
-
-    @functools.wraps(function)
-    def wrapped(*batch, **more):
-        calls.append((batch, more))
-        function(*batch, **more)
-        return [0.0, 0.0]
-
-    called(wrapped)
-    return calls[0]
-
-
 FUNCTIONS = [  # (function, what it is given by name)
     (lambda prompts, responses, answers: 0, {}),
     (lambda a, b, c: 0, {}),
@@ -64,12 +50,17 @@ FUNCTIONS = [  # (function, what it is given by name)
 
 @pytest.mark.parametrize(("function", "given"), FUNCTIONS, ids=range(len(FUNCTIONS)))
 def test_a_function_gets_what_it_asks_for_by_name(function, given):
-    batch, more = seen(function)
-    assert batch == (["p", "q"], ["r", "s"], [None, "a"])
-    assert more == given
+    @functools.wraps(function)
+    def wrapped(*batch, **more):
+        function(*batch, **more)
+        assert batch == (["p", "q"], ["r", "s"], [None, "a"])
+        assert more == given
+        return [0.0, 0.0]
+
+    called(wrapped)
 
 
-def test_a_function_may_change_what_it_gets():
+def test_a_function_may_change_what_it_gets_and_not_say_its_parameters():
     def change(prompts, responses, answers, tests):
         tests[0].clear()
         return [1, 2]
@@ -77,8 +68,6 @@ def test_a_function_may_change_what_it_gets():
     assert called(change) == [1, 2]
     assert RECORDS[0]["tests"] == [1, 2]
 
-
-def test_functions_that_do_not_say_their_parameters():
     class Scorer:
         def __call__(self, prompts, responses, answers, level):
             return level
@@ -97,28 +86,25 @@ SIGNATURES = [
 ]
 
 
-@pytest.mark.parametrize("signature", SIGNATURES)
-def test_a_function_that_cannot_be_called_is_refused_when_it_is_loaded(signature, tmp_path):
-    (tmp_path / "f.py").write_text(f"def f{signature}:\n    return []\n")
-    with pytest.raises(
-        InputError, match=r"called with prompts, responses, answers, .* in this order"
-    ) as caught:
-        reward_function.load_reward_function(f"{tmp_path / 'f.py'}:f")
-    assert str(caught.value).endswith(f"they are {signature.replace('*', '')}")
-
-
-def test_what_is_no_function_is_refused_and_a_mistake_inside_has_its_place(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("x = 1\n")
-    (tmp_path / "imports.py").write_text("import nowhere_to_be_found\n")
-    for spec in (f"{path}:other", f"{path}:x", f"{path}", f"{tmp_path}/none.py:score"):
-        with pytest.raises(InputError, match="--reward_fn"):
+def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside_has_its_place(tmp_path):
+    path = tmp_path / "f.py"
+    spec = f"{path}:f"
+    says = r"called with prompts, responses, answers, .* in this order"
+    for signature in SIGNATURES:
+        path.write_text(f"def f{signature}:\n    return []\n")
+        with pytest.raises(InputError, match=says) as caught:
             reward_function.load_reward_function(spec)
+        assert str(caught.value).endswith(f"they are {signature.replace('*', '')}")
+    path.write_text("x = 1\n")
+    for wrong in (f"{path}:other", f"{path}:x", f"{path}", f"{tmp_path}/none.py:score"):
+        with pytest.raises(InputError, match="--reward_fn"):
+            reward_function.load_reward_function(wrong)
+    path.write_text("import nowhere_to_be_found\n")
     with pytest.raises(InputError, match="nowhere_to_be_found"):
-        reward_function.load_reward_function(f"{tmp_path}/imports.py:score")
-    (tmp_path / "f.py").write_text("def f(p, r, a):\n    return r[9]\n")
+        reward_function.load_reward_function(spec)
+    path.write_text("def f(p, r, a):\n    return r[9]\n")
     with pytest.raises(InputError, match=r"IndexError: .* at .*f\.py:2; correct the function"):
-        called(reward_function.load_reward_function(f"{tmp_path / 'f.py'}:f"))
+        called(reward_function.load_reward_function(spec))
 
 
 def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default():
@@ -225,10 +211,7 @@ def test_a_wrong_name_ends_a_run_before_it_samples_anything(file, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-alarms = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
-
-
-@alarms
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
 def test_an_alarm_that_comes_while_it_is_turned_off_leaves_nothing_behind(monkeypatch):
     """It comes right before each of the two calls that turn it off."""
     before, came = signal.getsignal(signal.SIGALRM), []

@@ -317,7 +317,7 @@ def saved_in(folder, dtype, offset=0.0):
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
 def test_a_16_bit_checkpoint_stays_in_16_bits_and_scores_the_same(tmp_path, stored, products):
-    path = saved_in(tmp_path, stored)
+    path = saved_in(tmp_path, stored, offset=0.25)
     kept = load_reward_model(path, CPU, dtype=products, weights=stored)
     wide = load_reward_model(path, CPU, dtype=products, weights=torch.float32)
     assert kept.packs and wide.packs
@@ -325,8 +325,20 @@ def test_a_16_bit_checkpoint_stays_in_16_bits_and_scores_the_same(tmp_path, stor
     assert types["model.embed_tokens.weight"] == types["model.layers.1.mlp.up_proj.weight"] == stored
     assert types["score.weight"] == types["model.norm.weight"] == torch.float32
     assert {p.dtype for p in wide.model.parameters()} == {torch.float32}
-    assert kept(PAIRS).equal(wide(PAIRS))  # bit for bit
+    scores = wide(PAIRS)
+    assert kept(PAIRS).equal(scores)  # bit for bit
     assert weights_hash(kept.model) == weights_hash(wide.model)
+    for share in (False, True):
+        critic = CriticModel.from_model(kept.model, share, weight=-2.0)
+        assert {p.dtype for p in critic.parameters()} == {torch.float32}
+        assert kept(PAIRS).equal(scores)  # the reward model stays what it was
+        assert critic.value_head.bias.item() == 0.5
+    for run in (torch.float32, products):  # rounding rounds nothing in a run of fp32, and never the head
+        round_frozen([kept.model], run)
+        dtype = kept.model.model.layers[0].mlp.up_proj.weight.dtype
+        assert dtype == (stored if run == torch.float32 else run)
+        assert kept.model.score.weight.dtype == torch.float32
+        assert kept(PAIRS).equal(scores)
     kept.packs = False  # as a model that cannot read packed rows
     assert kept(PAIRS).allclose(wide(PAIRS), atol=1e-5 if products == torch.float32 else 2e-2)
 
@@ -357,29 +369,6 @@ def test_weights_have_the_dtype_of_the_file_or_what_is_asked_for(tmp_path, store
     for model.packs in (True, False):
         scores = model(PAIRS)
         assert not scores.equal(scores.bfloat16().float())
-
-
-def test_rounding_keeps_16_bits_in_a_run_of_fp32_and_never_rounds_the_head(tmp_path):
-    path = saved_in(tmp_path, torch.float16)
-    model = load_reward_model(path, CPU, dtype=torch.bfloat16)
-    layer, scores = model.model.model.layers[0].mlp.up_proj, model(PAIRS)
-    round_frozen([model.model], torch.float32)
-    assert layer.weight.dtype == torch.float16
-    round_frozen([model.model], torch.bfloat16)
-    assert layer.weight.dtype == torch.bfloat16
-    assert model.model.score.weight.dtype == torch.float32
-    assert model(PAIRS).equal(scores)
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_a_critic_from_a_16_bit_reward_model_is_fp32(tmp_path, share):
-    path = saved_in(tmp_path, torch.float16, offset=0.25)
-    reward = load_reward_model(path, CPU, weights=torch.float16)
-    scores = reward(PAIRS)
-    critic = CriticModel.from_model(reward.model, share, weight=-2.0)
-    assert {p.dtype for p in critic.parameters()} == {torch.float32}
-    assert reward(PAIRS).equal(scores)  # the reward model stays what it was
-    assert critic.value_head.bias.item() == 0.5
 
 
 def test_the_critic_starts_with_weight_and_sign_on_the_demo():
