@@ -197,29 +197,29 @@ def test_a_conversation_in_a_terminal(tmp_path):
         os.close(master)
 
 
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        ("--weight full_sft", "--weight: it is called --model here"),
-        ("--model missing.pth", "missing.pth: no such file"),
-        ("--model broken.pth", "not a readable torch file"),
-        ("--temperature -1", "--temperature -1.0"),
-        ("--temperature nan", "--temperature nan"),
-        ("--temperature inf", "--temperature inf"),
-        ("--max_gen_len 0", "--max_gen_len 0"),
-        ("--seed -1", "--seed -1"),
-        ("--history -1", "--history -1"),
-        ("--device nonsense", "--device"),
-        ("--stop=", "--stop ''"),
-    ],
-)
-def test_bad_flags(flags, complaint, out, tmp_path, monkeypatch):
+BAD = {
+    "--weight full_sft": "--weight: it is called --model here",
+    "--model missing.pth": "missing.pth: no such file",
+    "--model broken.pth": "not a readable torch file",
+    "--temperature -1": "--temperature -1.0",
+    "--temperature nan": "--temperature nan",
+    "--temperature inf": "--temperature inf",
+    "--max_gen_len 0": "--max_gen_len 0",
+    "--seed -1": "--seed -1",
+    "--history -1": "--history -1",
+    "--device nonsense": "--device",
+    "--stop=": "--stop ''",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags(flags, out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.pth").write_bytes(b"not a checkpoint")
     argv = ["--prompt", "hi", "--out_dir", str(out), *flags.split()]
     if "--model" in argv:
         argv += ["--tokenizer", str(out / "ppo_actor_32")]
-    with pytest.raises(InputError, match=complaint):
+    with pytest.raises(InputError, match=BAD[flags]):
         chat.main(argv)
 
 

@@ -72,10 +72,7 @@ def test_there_and_back_in_fp32_and_in_narrower_types(family, tmp_path):
         assert AutoModelForCausalLM.from_pretrained(paths[0]).dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("minimind2_dense", "Llama"), ("minimind3_dense", "Qwen3")],
-)
+@pytest.mark.parametrize(("name", "kind"), [("minimind2_dense", "Llama"), ("minimind3_dense", "Qwen3")])
 def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
     """A class of transformers gives MiniMind's own logits; exported back, it has MiniMind's keys."""
     words_for_golden().save_pretrained(tmp_path / "words")
