@@ -243,7 +243,8 @@ def test_a_text_as_template(plain, jsonl, tmp_path):
     for given, shown in ((meaning % "{prompt}", meaning % "hi"), (jinja, "<hi>")):
         set_template(plain, given)
         assert prompt_text(plain, "hi") == shown
-    talk = SFTDataset(jsonl({"conversations": [tiny.user("hi"), tiny.assistant("yes")] * 2}), plain, 100)[0]
+    turns = [SYSTEM, *[tiny.user("hi"), tiny.assistant("yes")] * 2]
+    talk = SFTDataset(jsonl({"messages": turns}), plain, 100)[0]
     assert learned(plain, talk) == "<yes><yes>"  # although nothing in this template says whose turn it is
     typo = "{% for m in messages %}Q: {{ m['contents'] }}{% endfor %}"
     for template in ("no hole", "{prompt} {prompt}", "{{ nonsense", "{{ 'fixed' }}", typo):
