@@ -1,17 +1,29 @@
 """chat.py: prompts from flags, pipes and terminals, history, sampling, stop strings."""
 
 import argparse
+import contextlib
 import os
 import pty
 import re
-import select
 import signal
 import subprocess
+import threading
+import time
 
 import pytest
 import torch
 from forks import Forked
-from tiny import LINUX, PYTHON, ROOT, llama_config, save_policy_dir, tiny_llama, user, word_tokenizer
+from tiny import (
+    LINUX,
+    PYTHON,
+    ROOT,
+    assistant,
+    llama_config,
+    save_policy_dir,
+    tiny_llama,
+    user,
+    word_tokenizer,
+)
 from tiny_tokenizers import TOKENIZERS
 from transformers import LlamaForCausalLM
 
@@ -26,7 +38,6 @@ from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import StopStrings, response_texts
 
 WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]
-CPU = torch.device("cpu")
 
 
 def talker(tokenizer, seed=1, positions=256):
@@ -58,21 +69,20 @@ def endless(**more):
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
+    """A folder with what a run saves: ppo_actor_32.pth of a tiny Llama with a chat template."""
     folder = tmp_path_factory.mktemp("out")
     saved(talker(TOKENIZER), folder)
     return folder
 
 
 def speaker(path, **flags):
-    return chat.Speaker(str(path), arguments(**flags), CPU)
-
-
-def arguments(**flags):
     defaults = vars(chat.parse_args([]))
-    return argparse.Namespace(**{**defaults, "max_gen_len": 12, "history": 10, **flags})
+    args = argparse.Namespace(**{**defaults, "max_gen_len": 12, "history": 10, **flags})
+    return chat.Speaker(str(path), args, torch.device("cpu"))
 
 
 def trainers_answer(path, messages, max_gen_len=12):
+    """The greedy answer of the trainer's own sampler."""
     model, tokenizer = load_policy(path), load_tokenizer(path.with_suffix(""))
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -141,75 +151,75 @@ def test_no_traceback_for_bad_input_nor_for_a_closed_output(out, tmp_path):
     assert left.returncode == 141 and len(noise.splitlines()) == 1  # it names the model
 
 
-class Terminal:
-    """A session on a pseudo-terminal: send lines, wait for text."""
-
-    def __init__(self, *flags):
-        self.master, slave = pty.openpty()
-        self.process = start(*flags, stdin=slave, stdout=slave, stderr=slave)
-        os.close(slave)
-        self.said = self.rest = ""
-
-    def wait_for(self, text, seconds=300):
-        """-> what came since the last wait, up to ``text``. OSError where the other end is closed first."""
-        while text not in self.rest:
-            assert select.select([self.master], [], [], seconds)[0], f"no {text!r} in {self.rest!r}"
-            new = os.read(self.master, 4096).decode("utf-8", "replace").replace("\r", "")
-            self.said += new
-            self.rest += new
-        before, _, self.rest = self.rest.partition(text)
-        return before
-
-    def send(self, text):
-        os.write(self.master, text.encode())
-
-
 def test_a_conversation_in_a_terminal(tmp_path):
     path = saved(endless(positions=1_000_000), tmp_path)
-    terminal = Terminal("--model", path, "--max_gen_len", 400_000)
+    master, slave = pty.openpty()
+    process = start("--model", path, "--max_gen_len", 400_000, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    chunks = []
+
+    def read():
+        with contextlib.suppress(OSError):  # the other end is closed
+            while data := os.read(master, 4096):
+                chunks.append(data)
+
+    threading.Thread(target=read, daemon=True).start()
+    seen = 0
+
+    def wait_for(text, seconds=300):
+        """-> what came since the last wait, up to and including ``text``"""
+        nonlocal seen
+        deadline = time.monotonic() + seconds
+        while (at := (said := shown()).find(text, seen)) < 0:
+            assert time.monotonic() < deadline, f"no {text!r} in {said[seen:]!r}"
+            time.sleep(0.01)
+        before, seen = said[seen:at], at + len(text)
+        return before
+
+    def shown():
+        return b"".join(chunks).decode("utf-8", "replace").replace("\r", "")
+
     try:
-        assert "/clear forgets" in terminal.wait_for("> ")
-        terminal.send("w1 w2\n")
-        terminal.wait_for("w1 w2\n")
-        terminal.wait_for(" w")  # the answer has begun
-        terminal.process.send_signal(signal.SIGINT)
-        assert "Traceback" not in terminal.wait_for("\n> ")
-        terminal.send("/clear\n")
-        terminal.wait_for("/clear\n> ")
-        terminal.send("\x04")
-        with pytest.raises(OSError):
-            terminal.wait_for("rror")
-        assert terminal.process.wait(300) == 0
-        assert "rror" not in terminal.said
+        assert "/clear forgets" in wait_for("> ")
+        os.write(master, b"w1 w2\n")
+        wait_for("w1 w2\n")
+        wait_for(" w")  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in wait_for("\n> ")
+        os.write(master, b"/clear\n")
+        wait_for("/clear\n> ")
+        os.write(master, b"\x04")
+        assert process.wait(300) == 0
+        assert "rror" not in shown()
     finally:
-        terminal.process.kill()
-        terminal.process.wait()
-        os.close(terminal.master)
+        process.kill()
+        process.wait()
+        os.close(master)
 
 
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        ("--weight full_sft", "--weight: it is called --model here"),
-        ("--model missing.pth", "missing.pth: no such file"),
-        ("--model broken.pth", "not a readable torch file"),
-        ("--temperature -1", "--temperature -1.0"),
-        ("--temperature nan", "--temperature nan"),
-        ("--temperature inf", "--temperature inf"),
-        ("--max_gen_len 0", "--max_gen_len 0"),
-        ("--seed -1", "--seed -1"),
-        ("--history -1", "--history -1"),
-        ("--device nonsense", "--device"),
-        ("--stop=", "--stop ''"),
-    ],
-)
-def test_bad_flags(flags, complaint, out, tmp_path, monkeypatch):
+BAD = {
+    "--weight full_sft": "--weight: it is called --model here",
+    "--model missing.pth": "missing.pth: no such file",
+    "--model broken.pth": "not a readable torch file",
+    "--temperature -1": "--temperature -1.0",
+    "--temperature nan": "--temperature nan",
+    "--temperature inf": "--temperature inf",
+    "--max_gen_len 0": "--max_gen_len 0",
+    "--seed -1": "--seed -1",
+    "--history -1": "--history -1",
+    "--device nonsense": "--device",
+    "--stop=": "--stop ''",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags(flags, out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.pth").write_bytes(b"not a checkpoint")
     argv = ["--prompt", "hi", "--out_dir", str(out), *flags.split()]
     if "--model" in argv:
         argv += ["--tokenizer", str(out / "ppo_actor_32")]
-    with pytest.raises(InputError, match=complaint):
+    with pytest.raises(InputError, match=BAD[flags]):
         chat.main(argv)
 
 
@@ -231,16 +241,16 @@ def test_history_reaches_the_model(out, monkeypatch, capsys):
     one = speaker(path)
     converse(one, ["w1", "", "w2 w3", "/clear", "w2 w3", "/exit", "w4"], monkeypatch)
     first = trainers_answer(path, [user("w1")])
-    turns = [user("w1"), {"role": "assistant", "content": first}, user("w2 w3")]
+    turns = [user("w1"), assistant(first), user("w2 w3")]
     second, alone = trainers_answer(path, turns), trainers_answer(path, [user("w2 w3")])
     assert second != alone
     assert capsys.readouterr().out == f"{first}\n{second}\n{alone}\n"
-    assert list(one.history) == [user("w2 w3"), {"role": "assistant", "content": alone}]
+    assert list(one.history) == [user("w2 w3"), assistant(alone)]
+    assert chat.parse_args([]).history == 0
     for turns, kept in ((0, []), (1, ["w3"]), (2, ["w2", "w3"])):
         one = speaker(path, history=turns)
         converse(one, ["w1", "w2", "w3"], monkeypatch)
         assert asked_of(one) == kept
-    assert chat.parse_args([]).history == 0
 
 
 def test_the_system_message_of_training_is_found(tmp_path, monkeypatch, capsys):
@@ -284,7 +294,7 @@ def test_ctrl_c_forgets_the_question_and_goes_on(out, monkeypatch, capsys):
         converse(one, [KeyboardInterrupt()], monkeypatch, interactive=False)
 
 
-def test_a_conversation_that_is_too_long_is_one_line(out, monkeypatch, capsys):
+def test_a_conversation_that_is_too_long_is_one_line_and_an_answer_is_cut(out, monkeypatch, capsys):
     one = speaker(out / "ppo_actor_32.pth")  # 256 positions
     question = "w1 " * 100
     converse(one, [question, question, question], monkeypatch)
@@ -293,9 +303,6 @@ def test_a_conversation_that_is_too_long_is_one_line(out, monkeypatch, capsys):
     assert re.search(line, capsys.readouterr().err)
     converse(one, ["/clear", question], monkeypatch)
     assert len(one.history) == 2 and "takes" not in capsys.readouterr().err
-
-
-def test_an_answer_never_exceeds_the_positions(out, capsys):
     one = speaker(out / "ppo_actor_32.pth", max_gen_len=500)
     asked = "w1 " * 240
     room = 256 - len(one.encode(asked))
@@ -319,11 +326,9 @@ def test_an_answer_ends_where_the_trainers_sampler_ends_it(tmp_path, capsys):
     assert shown.startswith(answer + stop) and whole.startswith(shown) and "cut after" not in said.err
     assert answer == response_texts(rollout, TOKENIZER, stops)[0] == whole.split(stop)[0] != ""
     assert one.history[-1]["content"] == answer
-    model.generation_config.stop_strings = "w1 w2"  # a checkpoint may have one text
-    assert speaker(saved(model, tmp_path)).stops == ["w1 w2"]
 
 
-def test_stop_strings_and_special_tokens_can_be_given(out, capsys):
+def test_stop_strings_and_special_tokens_can_be_given(out, tmp_path, capsys):
     path = out / "ppo_actor_32.pth"
     whole = trainers_answer(path, [user("w1")])
     words = whole.split()
@@ -331,7 +336,11 @@ def test_stop_strings_and_special_tokens_can_be_given(out, capsys):
         one = speaker(path, stop=given)
         assert one.answer("w1") == whole[: min(whole.find(text) for text in given)]
     assert "cut after" not in capsys.readouterr().err
-    assert speaker(path, stop=["</s>"]).stops == [] and speaker(path, stop=["</s>"]).eos == {0}
+    one = speaker(path, stop=["</s>"])
+    assert one.stops == [] and one.eos == {0}
+    model = talker(TOKENIZER)
+    model.generation_config.stop_strings = "w1 w2"  # a checkpoint may have one text
+    assert speaker(saved(model, tmp_path)).stops == ["w1 w2"]
 
 
 def test_sampling_is_from_the_whole_distribution(tmp_path):
@@ -353,17 +362,7 @@ def test_sampling_is_from_the_whole_distribution(tmp_path):
         assert abs(torch.isin(drawn, group).float().mean() - probs[group].sum()) < 0.07  # 3 standard errors
 
 
-def test_the_seed_decides(out, monkeypatch, capsys):
-    one = speaker(out / "ppo_actor_32.pth", temperature=2.0, history=0)
-
-    def answers(seed):
-        converse(one, ["w1"], monkeypatch, seed=seed)
-        return capsys.readouterr().out
-
-    assert answers(1) == answers(1) != answers(2)
-
-
-def test_what_is_shown_is_the_text_of_the_answer(tmp_path, capsys):
+def test_what_is_shown_is_the_text_of_the_answer_and_the_seed_decides(tmp_path, monkeypatch, capsys):
     """Random bytes, most of them no UTF-8."""
     model = save_policy_dir(tmp_path / "bytes", TOKENIZERS["byte level"]())
     one = speaker(model, temperature=1.0, max_gen_len=100)
@@ -371,3 +370,8 @@ def test_what_is_shown_is_the_text_of_the_answer(tmp_path, capsys):
     for _ in range(3):
         answer = one.answer("ab")
         assert capsys.readouterr().out == answer + "\n" and answer.count("\ufffd") > 5
+    shown = []
+    for seed in (1, 1, 2):
+        converse(one, ["ab"], monkeypatch, seed=seed)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != shown[2]

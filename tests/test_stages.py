@@ -116,14 +116,11 @@ def scores_of(model, rows):
     return model(padded, attention_mask=None).logits[:, 0]
 
 
-def test_where_answers_part():
-    assert make_reward.first_difference([5, 6, 7], [5, 7, 7]) == 1
-    assert make_reward.first_difference([5, 6], [5, 6, 7]) == 1  # one begins the other
-
-
 @pytest.mark.parametrize("kind", ["reward", "demo"])
 def test_pair_loss_and_gradients_are_those_of_padded_plain_transformers(files, kind, monkeypatch):
     """With margins; the demo's with its additional losses. Written out for one pair at a time."""
+    assert make_reward.first_difference([5, 6, 7], [5, 7, 7]) == 1
+    assert make_reward.first_difference([5, 6], [5, 6, 7]) == 1  # one begins the other
     for name, value in {"PARTING_COEF": 0.5, "LM_COEF": 0.7, "SCORE_PENALTY": 0.01}.items():
         monkeypatch.setattr(make_reward, name, value)
     run = build(files, kind)
@@ -175,7 +172,7 @@ def test_gradients_do_not_depend_on_the_cut(files, kind):
         assert again["train/loss"] == pytest.approx(means["train/loss"], abs=1e-6)
 
 
-def test_a_mixture_of_experts_is_balanced_and_named(files, tmp_path):
+def test_a_mixture_of_experts_is_balanced_and_named_and_no_reward_model(files, tmp_path):
     tokenizer = load_tokenizer(files["model"])
     torch.manual_seed(0)
     config = MiniMindConfig(use_moe=True, router_aux_loss_coef=0.1, vocab_size=len(tokenizer), **MINI)
@@ -189,10 +186,15 @@ def test_a_mixture_of_experts_is_balanced_and_named(files, tmp_path):
     whole, cut = (gradients_of(run, items, budget)[1] for budget in (4096, 20))
     assert close(whole, cut)
     assert whole["0.model.layers.0.mlp.gate.weight"].abs().max() > 0
+    for version in (2, 3):
+        policy = load_policy(tiny.ROOT / f"tests/fixtures/minimind/minimind{version}_moe.pth")
+        with pytest.raises(InputError, match="--model: no sequence classifier exists for small_lm_minimind"):
+            train_reward.reward_from(policy, tiny.word_tokenizer([str(i) for i in range(158)]))
 
 
 @pytest.fixture(scope="module")
 def whole(files, tmp_path_factory):
+    """Both stages, run to their end -> {"sft": out_dir, "reward": out_dir}"""
     outs = {}
     for kind, script in SCRIPTS.items():
         outs[kind] = tmp_path_factory.mktemp(kind)
@@ -232,7 +234,7 @@ def offset_in(out):
     return json.loads((out / "reward_32" / "config.json").read_text())["reward_offset"]
 
 
-def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole):
+def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole, tmp_path):
     folder = whole["reward"] / "reward_32"
     plain, report = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
@@ -253,21 +255,11 @@ def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole)
     assert scores.std() > 0.01
     assert scores.mean().item() == pytest.approx(0.0, abs=1e-3)  # it was found before weights became fp16
     assert len(list((whole["reward"] / "r" / "checkpoints").iterdir())) == 3
-
-
-def test_an_offset_that_is_no_number_is_refused(whole, tmp_path):
-    folder = shutil.copytree(whole["reward"] / "reward_32", tmp_path / "reward")
+    folder = shutil.copytree(folder, tmp_path / "reward")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"reward_offset": "high"}))
     with pytest.raises(InputError, match="could not convert string to float: 'high'"):
         load_reward_model(str(folder), ALONE.device)
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_no_reward_model_starts_from_a_minimind_with_experts(version):
-    policy = load_policy(tiny.ROOT / f"tests/fixtures/minimind/minimind{version}_moe.pth")
-    with pytest.raises(InputError, match="--model: no sequence classifier exists for small_lm_minimind"):
-        train_reward.reward_from(policy, tiny.word_tokenizer([str(i) for i in range(158)]))
 
 
 def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
@@ -284,27 +276,41 @@ def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
     assert "parameters, llama\n" in said
     assert f"centred  {offsets[0]:.3f} subtracted" in said
     assert offsets[0] != 0 == offsets[1]
+    last = tiny.read_jsonl(tmp_path / "a" / "r" / "metrics.jsonl")[-1]
+    assert last["eval/rmse"] == pytest.approx(last["eval/loss"] ** 0.5)
+    assert -1 <= last["eval/correlation"] <= 1
 
 
-def stopped(whole, kind, out_dir):
-    """The run after step 4, with lines of the steps that were not saved -> its folder"""
-    run = shutil.copytree(whole[kind] / "r", out_dir / "r")
+def same_supervised_run(one, other):
+    for name in ("model", "optimizer"):
+        left, right = (tiny.load_weights(folder, 6, name) for folder in (one, other))
+        assert left.keys() == right.keys()
+        assert all(left[key].equal(right[key]) for key in left)
+    left, right = (tiny.without_time(tiny.read_jsonl(folder / "metrics.jsonl")) for folder in (one, other))
+    assert left == right
+
+
+def interrupted(out, out_dir):
+    """A copy of a run folder as after a kill at its last step, before this step was saved."""
+    run = shutil.copytree(out / "r", out_dir / "r")
     shutil.rmtree(run / "checkpoints" / "step_6")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:-1]))
     return run
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
-def test_resumed_it_equals_never_stopped_bit_for_bit(files, whole, tmp_path, kind):
-    run = stopped(whole, kind, tmp_path)
+def test_resumed_after_a_kill_equals_never_stopped_bit_for_bit(files, whole, tmp_path, kind):
+    run = interrupted(whole[kind], tmp_path)
     SCRIPTS[kind].main([*argv_of(files, kind, tmp_path), "--resume", "auto"])
-    tiny.same_run(whole[kind] / "r", run, 6, but="nothing")
+    same_supervised_run(whole[kind] / "r", run)
     result = {"sft": "full_sft_32", "reward": "reward_32"}[kind]
     for file in (whole[kind] / result).iterdir():
         assert file.read_bytes() == (tmp_path / result / file.name).read_bytes(), file.name
 
 
 def test_a_damaged_checkpoint_and_other_flags(files, whole, tmp_path, capsys):
-    run = stopped(whole, "sft", tmp_path)
+    run = interrupted(whole["sft"], tmp_path)
     argv = argv_of(files, "sft", tmp_path)
     with pytest.raises(InputError, match=r"--weight_decay was 0\.1 and is now 0\.2"):
         train_sft.main([*argv, "--weight_decay", "0.2", "--resume", "auto"])
@@ -319,7 +325,7 @@ def test_a_damaged_checkpoint_and_other_flags(files, whole, tmp_path, capsys):
     weights.write_bytes(data)
     train_sft.main([*argv, "--resume", "auto"])
     assert "step_4 is damaged (model.safetensors is damaged)" in capsys.readouterr().out
-    tiny.same_run(whole["sft"] / "r", run, 6, but="nothing")
+    same_supervised_run(whole["sft"] / "r", run)
 
 
 BOTH = """import json, os, sys
@@ -393,29 +399,29 @@ def test_in_fp16_the_scale_is_kept_and_the_losses_are_those_of_fp32(files, whole
     losses = [m["train/loss"] for m in lines]
     assert losses == pytest.approx(exact, rel=5e-3) and losses != exact
     train_sft.main([*argv, "--resume", str(tmp_path / "r" / "checkpoints" / "step_2")])
-    tiny.same_run(before, tmp_path / "r", 6, but="nothing")
+    same_supervised_run(before, tmp_path / "r")
     again = tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]
     assert [m["perf/loss_scale"] for m in again] == [m["perf/loss_scale"] for m in lines]
 
 
-def said_command(capsys, word):
-    lines = capsys.readouterr().out.splitlines()
-    return shlex.split(next(line for line in lines if line.startswith(word)).removeprefix(word))
-
-
 def test_the_commands_that_the_stages_print_run_as_they_stand(files, tmp_path, capsys, monkeypatch):
     """From a model without a tokenizer, with a template of the flags, relative paths, a space in one."""
+
+    def said(word):
+        lines = capsys.readouterr().out.splitlines()
+        return shlex.split(next(line for line in lines if line.startswith(word)).removeprefix(word))
+
     monkeypatch.chdir(tmp_path)
     shutil.copytree(files["model"], "start", ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
     shutil.copyfile(files["pairs"], "my pairs.jsonl")
     more = {"tokenizer": files["model"], "prompt_template": "b {prompt} c", "system_prompt": "a"}
     more |= {"max_steps": 1, "run_name": ""}
     train_sft.main(argv_of(files, "sft", "out", **more, model="start"))
-    python, script, *argv = said_command(capsys, "talk ")
+    python, script, *argv = said("talk ")
     assert (python, script) == (tiny.PYTHON, str(tiny.ROOT / "chat.py"))
     chat.main([*argv, "--prompt", "a", "--max_gen_len", "2", "--device", "cpu"])
     train_reward.main(argv_of(files | {"pairs": "my pairs.jsonl"}, "reward", "out", **more, model="start"))
-    python, script, *argv = said_command(capsys, "use ")
+    python, script, *argv = said("use ")
     assert (python, script) == (tiny.PYTHON, str(tiny.ROOT / "trainer" / "train_ppo.py"))
     small = {"batch_size": 4, "max_steps": 1, "out_dir": "ppo", "device": "cpu", "dtype": "float32"}
     train_ppo.main([*argv, *tiny.flags(**small)])
@@ -439,12 +445,6 @@ def test_a_bad_line_found_late_loses_nothing(files, tmp_path, monkeypatch):
     assert (tmp_path / "r" / "checkpoints" / f"step_{done}").is_dir()
 
 
-def test_an_end_that_ppo_does_not_know_is_not_taught(files, tmp_path):
-    template = "{% for m in messages %}{{ m['content'] + ' a ' }}{% endfor %}"
-    with pytest.raises(InputError, match="does not end answers with the tokenizer's EOS"):
-        train_sft.main([*argv_of(files, "sft", tmp_path), "--prompt_template", template])
-
-
 def test_the_flags_of_make_demo_assets_exist():
     done = subprocess.run(
         ["make", "-n", "demo-assets"], cwd=tiny.ROOT, capture_output=True, text=True, check=True
@@ -458,6 +458,9 @@ def test_the_flags_of_make_demo_assets_exist():
         if "--dtype" in argv:
             args = (train_sft if "sft" in script else train_reward).parse_args(argv)
             assert Path(args.data_path).is_file()
+
+
+ENDLESS = "{% for m in messages %}{{ m['content'] + ' a ' }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -474,6 +477,7 @@ def test_the_flags_of_make_demo_assets_exist():
         ("sft", {"model": "/nowhere.pth"}, "/nowhere.pth: no such file"),
         ("sft", {"ddp": None}, "--ddp: start with 'torchrun"),
         ("sft", {"kl_coef": 1}, "kl_coef"),
+        ("sft", {"prompt_template": ENDLESS}, "does not end answers with the tokenizer's EOS"),
         ("reward", {"data_path": "{sft}"}, "sft.jsonl:1: "),
         ("reward", {"data_path": "{margin}"}, 'margin.jsonl:1: "margin" must be a number'),
         ("reward", {"data_path": "{score}"}, 'score.jsonl:1: "score" must be a number'),
@@ -484,7 +488,10 @@ def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, kind, 
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}
     records = {"empty": [], "margin": [pair], "score": [{"user_input": "a", "completion": "b", "score": "x"}]}
     made = {name: tiny.write_jsonl(tmp_path / f"{name}.jsonl", lines) for name, lines in records.items()}
-    more = {name: x.format(**files, **made) if isinstance(x, str) else x for name, x in more.items()}
+    more = {
+        name: x.format(**files, **made) if str(x).startswith("{") and x != ENDLESS else x
+        for name, x in more.items()
+    }
     argv = argv_of(files, kind, tmp_path / "out", **{name: x for name, x in more.items() if x is not None})
     argv += [f"--{name}" for name, x in more.items() if x is None]
     with pytest.raises(InputError, match=says):

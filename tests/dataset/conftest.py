@@ -1,9 +1,9 @@
 """Fixtures of the tests of data: a tokenizer with and without a chat template, files of records."""
 
+import copy
 import json
 
 import pytest
-from transformers import AutoTokenizer
 
 from dataset.demo.make_tokenizer import build_tokenizer
 
@@ -14,17 +14,10 @@ def chat():
     return build_tokenizer(["user assistant system", "What is two plus three?", "2 + 3 = 5"])
 
 
-@pytest.fixture(scope="session")
-def saved(chat, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("plain")
-    chat.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def plain(saved):
+def plain(chat):
     """The same without a chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(saved)
+    tokenizer = copy.deepcopy(chat)
     tokenizer.chat_template = None
     return tokenizer
 

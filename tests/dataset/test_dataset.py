@@ -4,20 +4,7 @@ from collections import Counter
 from itertools import chain
 
 import pytest
-from tiny import (
-    ROOT,
-    WORDS,
-    assistant,
-    flags,
-    read_jsonl,
-    run_files,
-    save_policy_dir,
-    tiny_llama,
-    train,
-    user,
-    word_tokenizer,
-    write_jsonl,
-)
+import tiny
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -35,15 +22,17 @@ SYSTEM = {"role": "system", "content": "S"}
 
 
 def test_prompts_are_read_with_the_chat_template_or_as_text(chat, plain, jsonl):
-    messages = [user("one"), user("two")]
-    path = jsonl({"prompt": "hi", "answer": "5"}, "", {"prompt": messages}, {"prompt": [SYSTEM, user("hi")]})
+    messages = [tiny.user("one"), tiny.user("two")]
+    path = jsonl(
+        {"prompt": "hi", "answer": "5"}, "", {"prompt": messages}, {"prompt": [SYSTEM, tiny.user("hi")]}
+    )
     with_template = RLAIFDataset(path, chat, 100)
     without = RLAIFDataset(path, plain, 100)
     assert [p.index for p in with_template] == [0, 1, 2]  # the number of its record
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert with_template[0].prompt_ids == chat(text, add_special_tokens=False)["input_ids"]
     for data in (with_template, without):
-        assert [p.prompt for p in data] == ["hi", messages, [SYSTEM, user("hi")]]  # as the file has them
+        assert [p.prompt for p in data] == ["hi", messages, [SYSTEM, tiny.user("hi")]]  # as the file has them
         assert [p.answer for p in data] == ["5", None, None]
     assert [p.prompt_ids for p in without] == [plain(t)["input_ids"] for t in ("hi", "one\ntwo", "S\nhi")]
 
@@ -53,12 +42,14 @@ def test_long_prompts_are_dropped_not_cut(chat, jsonl):
     data = RLAIFDataset(path, chat, 30)
     assert len(data) == 1 and data.dropped == 2 and data[0].index == 1
     assert data[0].prompt == "hi"
-    with pytest.raises(InputError, match="--max_seq_len"):
-        RLAIFDataset(path, chat, 3)
+    sides = jsonl({"prompt": "hi", "chosen": "5", "rejected": "6"})
+    for kind in (RLAIFDataset, SFTDataset, PreferenceDataset):
+        with pytest.raises(InputError, match="--max_seq_len"):
+            kind(sides, chat, 3)
 
 
 def test_a_wrong_record_is_named_with_file_and_line(chat, jsonl):
-    refusing = AutoTokenizer.from_pretrained(ROOT / "dataset/demo/tokenizer")
+    refusing = AutoTokenizer.from_pretrained(tiny.ROOT / "dataset/demo/tokenizer")
     refusing.chat_template = "{% if messages[0].content == 'a' %}{{ raise_exception('no a') }}{% endif %}b"
     fine = {"prompt": "b", "answer": "b"}
     sides = {"prompt": "b", "chosen": "b", "rejected": "c"}
@@ -78,7 +69,7 @@ def test_a_wrong_record_is_named_with_file_and_line(chat, jsonl):
 
 
 def test_named_keys_are_read_line_by_line_and_records_stay_as_they_are(chat, jsonl):
-    path = jsonl({"q": "hi", "a": "5", "x": 1}, {"q": [user("hi")], "a": 5, "prompt": "another"})
+    path = jsonl({"q": "hi", "a": "5", "x": 1}, {"q": [tiny.user("hi")], "a": 5, "prompt": "another"})
     prompts = RLAIFDataset(path, chat, 100, keys=Keys("q", "a"))
     assert prompts[0].prompt_ids == prompts[1].prompt_ids and [p.answer for p in prompts] == ["5", "5"]
     assert list(prompts.columns) == ["q", "a", "x", "prompt"]  # of all records
@@ -86,20 +77,20 @@ def test_named_keys_are_read_line_by_line_and_records_stay_as_they_are(chat, jso
     assert one == two
     with pytest.raises(InputError, match=r'data\.jsonl:2: no "b" \(--prompt_key\); keys found: "q"'):
         RLAIFDataset(jsonl({"b": "hi"}, {"q": "hi"}), chat, 100, keys=Keys("b"))
-    turns = [user("hi"), {"role": "tool", "content": "7"}]
+    turns = [tiny.user("hi"), {"role": "tool", "content": "7"}]
     record = {"q": turns, "answer": ["a", "b"], "score": 1, "reward_model": {"ground_truth": "5"}}
     keys = Keys("q", "reward_model.ground_truth")
     prompts = RLAIFDataset(jsonl(record), chat, 100, keys=keys)
     answers = logged(jsonl(record), chat, 100, keys=keys)
     for data in (prompts, answers):
-        assert data[0].record == record and data[0].prompt == [user("hi")]
+        assert data[0].record == record and data[0].prompt == [tiny.user("hi")]
         assert list(data.columns) == list(record)
     assert prompts[0].answer == answers[0].response == "5"
 
 
 def test_the_fingerprints_of_files_are_those_of_older_runs():
     """As the program of November 2026 computed them, before a Prompt had its record: older runs resume."""
-    demo = ROOT / "dataset/demo"
+    demo = tiny.ROOT / "dataset/demo"
     tokenizer = AutoTokenizer.from_pretrained(demo / "tokenizer")
     assert RLAIFDataset(demo / "eval.jsonl", tokenizer, 256).fingerprint == "64f8c7b817e2"
     assert SFTDataset(demo / "preferences_eval.jsonl", tokenizer, 256).fingerprint == "87ec6c742863"
@@ -177,7 +168,7 @@ def learned(tokenizer, sample):
 
 
 def test_what_the_assistant_says_is_learned(chat, plain, jsonl):
-    turns = [user("hi"), assistant("yes")]
+    turns = [tiny.user("hi"), tiny.assistant("yes")]
     path = jsonl({"prompt": "2 + 3", "answer": "5"}, {"conversations": turns * 2})
     one, two = SFTDataset(path, chat, 100)
     assert chat.decode(one[0]) == "<|im_start|>user\n2 + 3<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
@@ -204,37 +195,22 @@ def test_a_text_is_learned_whole(chat, plain, jsonl):
 
 def adding(token):
     """A tokenizer that puts this token before any text."""
-    tokenizer = word_tokenizer(WORDS)
+    tokenizer = tiny.word_tokenizer(tiny.WORDS)
     special = [(token, tokenizer.convert_tokens_to_ids(token))]
     processor = TemplateProcessing(single=f"{token} $A", special_tokens=special)
     tokenizer.backend_tokenizer.post_processor = processor
     return tokenizer
 
 
-def test_preferences_are_what_ppo_will_have_scored(chat, plain, jsonl):
-    as_text = {"prompt": "hi", "chosen": "5", "rejected": "6"}
-    as_messages = {side: [user("hi"), assistant(as_text[side])] for side in ("chosen", "rejected")}
-    path = jsonl(as_text, {**as_text, "prompt": [user("hi")]}, as_messages)
-    pairs = [pair[:2] for pair in PreferenceDataset(path, chat, 100)]
-    assert pairs[0] == pairs[1] == pairs[2]
-    for ids, response in zip(pairs[0], "56", strict=True):
-        text = chat.apply_chat_template([user("hi"), assistant(response)], tokenize=False)
-        assert ids == chat(text, add_special_tokens=False)["input_ids"]
-        assert [ids, ids] == conversation_ids(chat, [([user("hi")], response), ("hi", response)])
-    assert plain.decode(PreferenceDataset(path, plain, 100)[2][1]) == "hi\n6"
-    with pytest.raises(InputError, match="--max_seq_len"):
-        PreferenceDataset(path, chat, 4)
-
-
 def test_the_system_message_comes_first_unless_there_is_one(chat, plain, jsonl):
-    path = jsonl({"prompt": "hi"}, {"prompt": [{"role": "system", "content": "own"}, user("hi")]})
+    path = jsonl({"prompt": "hi"}, {"prompt": [{"role": "system", "content": "own"}, tiny.user("hi")]})
     one, two = RLAIFDataset(path, chat, 100, "S")
-    assert one.prompt == [SYSTEM, user("hi")]  # what the reward model reads as well
+    assert one.prompt == [SYSTEM, tiny.user("hi")]  # what the reward model reads as well
     text = chat.apply_chat_template(one.prompt, tokenize=False, add_generation_prompt=True)
     assert chat.decode(one.prompt_ids) == text
     assert two.prompt[0]["content"] == "own"
     path = jsonl({"prompt": "hi", "chosen": "5", "rejected": "6"})
-    read_by_ppo = conversation_ids(chat, [([SYSTEM, user("hi")], "5")])[0]
+    read_by_ppo = conversation_ids(chat, [([SYSTEM, tiny.user("hi")], "5")])[0]
     assert PreferenceDataset(path, chat, 100, "S")[0][0] == read_by_ppo
     assert SFTDataset(path, chat, 100, "S")[0][0][: len(one.prompt_ids)] == one.prompt_ids
     with pytest.raises(InputError, match=r"--system_prompt: .*no chat template"):
@@ -257,26 +233,21 @@ def test_a_text_as_template(plain, jsonl, tmp_path):
         assert learned(plain, one) == f"5{eos}"
         plain.save_pretrained(tmp_path / "saved")
         assert type(plain).from_pretrained(tmp_path / "saved").chat_template == plain.chat_template
+    for tokenizer, begins in ((words(chat=False), []), (adding("</s>"), [0])):
+        tokenizer.bos_token = tokenizer.eos_token  # a template keeps the BOS that the tokenizer would add
+        set_template(tokenizer, "a {prompt} b")
+        ids = RLAIFDataset(jsonl({"prompt": "c"}), tokenizer, 100)[0].prompt_ids
+        assert ids == begins + tokenizer("a c b", add_special_tokens=False)["input_ids"]
     meaning = '{"q": "%s", "ü\'": 1}'  # characters with a meaning in Jinja strings
     jinja = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     for given, shown in ((meaning % "{prompt}", meaning % "hi"), (jinja, "<hi>")):
         set_template(plain, given)
         assert prompt_text(plain, "hi") == shown
-
-
-def test_a_template_keeps_the_bos_that_the_tokenizer_would_add(jsonl):
-    for tokenizer, begins in ((word_tokenizer(WORDS), []), (adding("</s>"), [0])):
-        tokenizer.bos_token = tokenizer.eos_token
-        set_template(tokenizer, "a {prompt} b")
-        ids = RLAIFDataset(jsonl({"prompt": "c"}), tokenizer, 100)[0].prompt_ids
-        assert ids == begins + tokenizer("a c b", add_special_tokens=False)["input_ids"]
-
-
-TYPO = "{% for m in messages %}Q: {{ m['contents'] }}{% endfor %}"
-
-
-def test_bad_templates_are_named(plain):
-    for template in ("no hole", "{prompt} {prompt}", "{{ nonsense", "{{ 'fixed' }}", TYPO):
+    turns = [SYSTEM, *[tiny.user("hi"), tiny.assistant("yes")] * 2]
+    talk = SFTDataset(jsonl({"messages": turns}), plain, 100)[0]
+    assert learned(plain, talk) == "<yes><yes>"  # although nothing in this template says whose turn it is
+    typo = "{% for m in messages %}Q: {{ m['contents'] }}{% endfor %}"
+    for template in ("no hole", "{prompt} {prompt}", "{{ nonsense", "{{ 'fixed' }}", typo):
         with pytest.raises(InputError, match="--prompt_template"):
             set_template(plain, template)
     plain.eos_token = None
@@ -286,11 +257,11 @@ def test_bad_templates_are_named(plain):
 
 PAIRS = [
     {"prompt": "a b", "chosen": "c d", "rejected": "e"},
-    {"prompt": [user("b")], "chosen": [assistant("f f f")], "rejected": [assistant("g")]},
+    {"prompt": [tiny.user("b")], "chosen": [tiny.assistant("f f f")], "rejected": [tiny.assistant("g")]},
     {"chosen": "\n\nHuman: a c\n\nAssistant: b", "rejected": "\n\nHuman: a c\n\nAssistant: d d"},
 ]
 RATED = [{"prompt": "a b", "answer": "c", "score": 2.5}, {"user_input": "d", "completion": "", "score": "-1"}]
-C, D, H = (WORDS.index(word) + 2 for word in "cdh")
+C, D, H = (tiny.WORDS.index(word) + 2 for word in "cdh")
 
 
 def logged(path, tokenizer, limit=20, kind=LoggedAnswers, max_response=20, eos=None, **more):
@@ -299,7 +270,7 @@ def logged(path, tokenizer, limit=20, kind=LoggedAnswers, max_response=20, eos=N
 
 
 def words(chat=True):
-    return word_tokenizer(WORDS, chat)
+    return tiny.word_tokenizer(tiny.WORDS, chat)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -322,25 +293,22 @@ def test_a_pair_is_two_answers_of_which_each_is_tokenised_as_in_the_other_stages
     assert items[0].response_ids == [C, D, 0]
 
 
-def test_only_the_prompt_begins_with_the_bos_that_the_tokenizer_adds(jsonl):
-    item = logged(jsonl(PAIRS[0]), adding("<unk>"))[0]
-    assert item.prompt_ids[0] == 1 and item.response_ids == [C, D, 0]
-
-
 def test_rated_answers_have_their_own_score(jsonl):
     data = logged(jsonl(*RATED), words())
     assert [item.score for item in data] == [2.5, -1.0]
     assert [item.response_ids for item in data] == [[C, 0], [0]]
     assert data[0].record == RATED[0]
+    item = logged(jsonl(RATED[0]), adding("<unk>"))[0]  # the prompt alone begins with a BOS
+    assert item.prompt_ids[0] == 1 and item.response_ids == [C, 0]
     others = ([{**RATED[0], "score": 2.6}, RATED[1]], [{**RATED[0], "answer": "d"}, RATED[1]], RATED)
     prints = [logged(jsonl(*records), words()).fingerprint for records in others]
     assert len(set(prints)) == 3 and prints[2] == data.fingerprint
 
 
 def test_an_answer_of_the_policy_has_the_tokens_that_it_sampled(tmp_path, jsonl):
-    tokenizer, model = words(), tiny_llama(10, seed=3)
-    asked = [{"prompt": WORDS[n % 8]} for n in range(40)]
-    prompts = RLAIFDataset(write_jsonl(tmp_path / "p.jsonl", asked), tokenizer, 20)
+    tokenizer, model = words(), tiny.tiny_llama(10, seed=3)
+    asked = [{"prompt": tiny.WORDS[n % 8]} for n in range(40)]
+    prompts = RLAIFDataset(tiny.write_jsonl(tmp_path / "p.jsonl", asked), tokenizer, 20)
     ids = [prompt.prompt_ids for prompt in prompts]
     rollout = sample(model, ids, noise_keys(0, 0, range(40)), [0], 12, 1.0)
     ended = [i for i in range(40) if rollout.finished[i] and 1 not in rollout.responses()[i]]
@@ -380,28 +348,33 @@ SIZES = {"batch_size": 4, "max_steps": 1, "max_seq_len": 32}
 
 
 def test_ppo_takes_the_named_keys_and_compares_them_on_resuming(tmp_path, capsys):
-    files = run_files(tmp_path)
-    records = [{"prompt": "a", "x": {"q": "b c d"}, "gold": "a", "tools": [{}]}] * 4
-    path = write_jsonl(tmp_path / "named.jsonl", records)
+    """And of an answer in the shape of GSM8K's the number."""
+    files = tiny.run_files(tmp_path) | {"reward_fn": f"{tiny.ROOT}/trainer/rewards/rules.py:exact_answer"}
+    records = [{"prompt": "a", "x": {"q": "b c d"}, "gold": "6*12\n#### 72", "tools": [{}]}] * 4
+    path = tiny.write_jsonl(tmp_path / "named.jsonl", records)
     files |= {"data_path": path, "eval_data_path": path, "out_dir": tmp_path / "out", "run_name": "r"}
-    files |= SIZES | {"mini_batch_size": 4, "max_gen_len": 4, "critic_warmup_steps": 0}
-    train(**files, prompt_key="x.q", answer_key="gold")
-    assert capsys.readouterr().out.count(f"note     {path}: tools are ignored: turns") == 2  # and held out
-    assert read_jsonl(tmp_path / "out/r/samples.jsonl")[0]["prompt"] == "b c d"
-    assert "eval/accuracy" in read_jsonl(tmp_path / "out/r/metrics.jsonl")[0]
+    files |= SIZES | {"mini_batch_size": 4, "max_gen_len": 4, "critic_warmup_steps": 0, "reasoning": 0}
+    tiny.train(**files, prompt_key="x.q", answer_key="gold")
+    said = capsys.readouterr().out
+    assert said.count(f"note     {path}: tools are ignored: turns") == 2  # and held out
+    assert tiny.read_jsonl(tmp_path / "out/r/samples.jsonl")[0]["prompt"] == "b c d"
+    assert tiny.read_jsonl(tmp_path / "out/r/metrics.jsonl")[1]["reward/function"] == 0.0
+    assert "  held out at step 1: accuracy 0.000 | greedy 0.000 | " in said
+    assert "- No held-out answer was right, before or after (accuracy 0)." in said
+    assert "because eval/function was never above 0.000\n" in said
     with pytest.raises(InputError, match=r"--prompt_key was 'x\.q' and is now ''; set it back"):
-        train(**files, answer_key="gold", resume="auto")
+        tiny.train(**files, answer_key="gold", resume="auto")
 
 
 def test_the_two_stages_before_take_them_as_well(tmp_path, capsys):
-    model = save_policy_dir(tmp_path / "policy", words())
+    model = tiny.save_policy_dir(tmp_path / "policy", words())
     records = [{"q": {"x": "a b"}, "good": "c", "bad": "d e", "tools": [{}]}] * 8
-    path = write_jsonl(tmp_path / "named.jsonl", records)
+    path = tiny.write_jsonl(tmp_path / "named.jsonl", records)
     common = SIZES | {"data_path": path, "model": model, "device": "cpu", "eval_interval": 0}
     common |= {"eval_size": 4, "out_dir": tmp_path, "prompt_key": "q.x"}
-    train_sft.main(flags(**common, answer_key="good"))
+    train_sft.main(tiny.flags(**common, answer_key="good"))
     assert capsys.readouterr().out.count("tools are ignored") == 1
-    train_reward.main(flags(**common, chosen_key="good", rejected_key="bad"))
+    train_reward.main(tiny.flags(**common, chosen_key="good", rejected_key="bad"))
     assert (tmp_path / "full_sft_32.pth").is_file() and (tmp_path / "reward_32").is_dir()
     with pytest.raises(InputError, match=r'named\.jsonl:1: no "rejected"; keys found: .*"bad"'):
-        train_reward.main(flags(**common, chosen_key="good"))
+        train_reward.main(tiny.flags(**common, chosen_key="good"))

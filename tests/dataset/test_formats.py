@@ -101,14 +101,6 @@ FORMS = {  # name: (record, prompt, answer)
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_prompts(name):
-    record, prompt, answer = FORMS[name]
-    assert to_prompt(record) == (prompt, answer)
-    if answer is not None:
-        assert to_demonstration(record) == (prompt, answer)
-
-
 NAMED = {  # name: (record, keys, prompt, answer)
     "both": ({"problem": "hi", "solution": "5"}, Keys("problem", "solution"), "hi", "5"),
     "paths": (NESTED, Keys("extra_info.question", "extra_info.answer"), "hi", "5"),
@@ -136,11 +128,11 @@ NAMED = {  # name: (record, keys, prompt, answer)
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_named_keys_decide(name):
-    record, keys, prompt, answer = NAMED[name]
+@pytest.mark.parametrize("name", [*FORMS, *NAMED])
+def test_prompts(name):
+    record, *keys, prompt, answer = NAMED.get(name) or FORMS[name]
     before = json.dumps(record)
-    found = named(record, keys)
+    found = named(record, *keys) if keys else record
     assert to_prompt(found) == (prompt, answer)
     if answer is not None:
         assert to_demonstration(found) == (prompt, answer)
@@ -218,14 +210,10 @@ def test_pairs(name):
     assert to_pair(found) == to_pair(record)
 
 
-def test_sides_may_have_prompts_of_their_own():
-    """In a few pairs of HH-RLHF the two sides differ before the last question."""
-    asked = [f"\n\nHuman: {question}\n\nAssistant:" for question in ("one", "two")]
-    record = {"chosen": f"{asked[0]} 5", "rejected": f"{asked[1]} 5"}
-    assert to_pair(record)[0] == [(asked[0], "5"), (asked[1], "5")]
-
-
-def test_rated_answers():
+def test_rated_answers_and_sides_with_prompts_of_their_own():
+    both_asked = f"{TALK} one\n\nAssistant:", f"{TALK} two\n\nAssistant:"  # as a few pairs of HH-RLHF
+    record = {"chosen": f"{both_asked[0]} 5", "rejected": f"{both_asked[1]} 5"}
+    assert to_pair(record)[0] == [(asked, "5") for asked in both_asked]
     record = {"user_input": "hi", "completion": "5", "score": "4.5"}  # ChatLLaMA's own files quote it
     assert to_rated(record) == ([("hi", "5")], 4.5)
     assert to_rated({"prompt": [U], "answer": "5", "score": -1}) == ([([U], "5")], -1.0)
@@ -293,7 +281,12 @@ BAD = [  # (reader, record, what is said[, keys])
     (to_prompt, {"q": 5}, "must be text or a list of", Keys("q")),
     (to_prompt, {"q": []}, "not empty", Keys("q")),
     (to_prompt, {"q": ""}, "prompt is empty", Keys("q")),
-    (to_demonstration, {"q": "hi", "a": [U]}, "no answer to learn from", Keys("q", "a")),
+    (
+        to_demonstration,
+        {"q": "hi", "a": [U]},
+        'no answer to learn .* found: "q", "a", "answer": end',
+        Keys("q", "a"),
+    ),
     (to_pair, {"q": {"text": "hi"}, "bad": "5"}, r"\(--chosen_key\)", KEYS),
     (to_pair, {"q": {"text": "hi"}, "good": "5"}, r"\(--rejected_key\)", KEYS),
     *(
@@ -314,11 +307,8 @@ def test_bad_records_are_said_in_one_line(case):
     with pytest.raises(InputError, match=says) as caught:
         form(named(record, *keys) if keys else record)
     assert "\n" not in str(caught.value)
-
-
-def test_a_list_of_many_keys_is_cut():
     line = keys_found({f"key\n{i}": 1 for i in range(1000)})
-    assert len(line) < 250 and "\n" not in line
+    assert len(line) < 250 and "\n" not in line  # cut
 
 
 def test_all_forms_through_the_datasets(chat, jsonl):
@@ -337,11 +327,9 @@ def test_all_forms_through_the_datasets(chat, jsonl):
     assert not rated.pairs and list(rated) == [(conversation_ids(chat, [("hi", "5")])[0], 2.0)]
 
 
-PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-
-
 def test_every_example_record_of_the_docs_is_read_as_their_table_says():
-    records = [json.loads(line) for line in PAGE.split("```json\n")[1].split("```")[0].splitlines()]
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in page.split("```json\n")[1].split("```")[0].splitlines()]
     assert len(records) > 12
     for record in records:
         prompt, answer = to_prompt(record)

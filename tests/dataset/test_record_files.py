@@ -6,12 +6,13 @@ import multiprocessing
 import os
 import signal
 import sys
+import tracemalloc
 
 import pytest
-from tiny import PYTHON, ROOT, finish, start_script, word_tokenizer, write_jsonl
+from tiny import word_tokenizer, write_jsonl
 
 from dataset import lm_dataset
-from dataset.data_order import local_positions, next_batch, record_batches, record_loader
+from dataset.data_order import global_batch, local_positions, next_batch, record_batches, record_loader
 from dataset.lm_dataset import RLAIFDataset
 from dataset.record_files import open_records
 from errors import InputError
@@ -45,7 +46,7 @@ def test_files(tmp_path, name, content):
     assert read(tmp_path / name) == RECORDS
 
 
-def test_tables(tmp_path):
+def test_tables_and_hub_names(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_list([{"answer": None, **record} for record in RECORDS])
     table.to_parquet(tmp_path / "a.parquet")
@@ -63,17 +64,12 @@ def test_tables(tmp_path):
     (tmp_path / "b.parquet").write_bytes(b"no table")
     with pytest.raises(InputError, match=r"b\.parquet: the library datasets cannot read it"):
         open_records(tmp_path / "b.parquet")
-
-
-def test_hub_names(monkeypatch):
-    import datasets
-
     asked = []
 
     def load_dataset(name, split, data_files):
         assert data_files is None
         asked.append((name, split))
-        return datasets.Dataset.from_list([{"answer": None, **record} for record in RECORDS])
+        return table
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert read("someone/prompts") == read("someone/prompts:test[:10%]") == RECORDS
@@ -102,15 +98,12 @@ def test_bad_files(tmp_path, name, content, says):
         RLAIFDataset(tmp_path / name, word_tokenizer(["hi"]), 10)
 
 
-@pytest.mark.parametrize("name", ["nowhere.jsonl", "no/where.gz", "a/b/c", "x" * 300, "a\0b", "\ud800"])
-def test_paths_that_name_no_file(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError) as caught:
-        open_records(name)
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_what_cannot_be_opened_or_unpacked_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("nowhere.jsonl", "no/where.gz", "a/b/c", "x" * 300, "a\0b", "\ud800"):
+        with pytest.raises(InputError) as caught:
+            open_records(name)
+        assert len(str(caught.value).splitlines()) == 1
     end, start = os.pipe()
     os.write(start, LINES)
     os.close(start)
@@ -165,37 +158,20 @@ def small_limits(monkeypatch):
     monkeypatch.setattr(lm_dataset, "SAMPLE", 10)
 
 
-MILLION = """import os, sys
-sys.path[:0] = sys.argv[1:3]
-from pathlib import Path
-from tiny import word_tokenizer
-from dataset.data_order import global_batch
-from dataset.lm_dataset import RLAIFDataset
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-tokenizer = word_tokenizer("ab")
-before = resident()
-data = RLAIFDataset(sys.argv[3], tokenizer, 10)
-batches = [global_batch(len(data), 0, step, 64) for step in range(10)]
-texts = {data[i].prompt for batch in batches for i in batch}
-print(resident() - before)
-assert len(data) == 1_000_000 and texts == {"a b"}
-assert data[999_999].prompt == "b a" and data[999_999].index == 999_999
-assert max(i for batch in batches for i in batch) > 900_000  # shuffled over all of it
-"""
-
-
 def test_a_million_lines(tmp_path):
-    """In memory: offsets of lines (8 MB, twice that while collecting), an epoch's order (4 MB), and no text.
-    Measured in a process of its own: in this one, other tests have freed memory that is used again."""
+    """In memory: offsets of lines (8 MB, twice that while collecting), an epoch's order (4 MB), no text."""
     line = b'{"prompt": "a b"%s}\n' % (b" " * 100)
     (tmp_path / "a.jsonl").write_bytes(line * 999_999 + b'{"prompt": "b a"}\n')
-    (tmp_path / "million.py").write_text(MILLION)
-    argv = [PYTHON, str(tmp_path / "million.py"), str(ROOT), str(ROOT / "tests"), str(tmp_path / "a.jsonl")]
-    out, _ = finish(start_script(argv, {}))
-    assert 10e6 < int(out) < 30e6 < 1e6 * len(line) / 2
+    tracemalloc.start()
+    data = RLAIFDataset(tmp_path / "a.jsonl", word_tokenizer("ab"), 10)
+    batches = [global_batch(len(data), 0, step, 64) for step in range(10)]
+    texts = {data[i].prompt for batch in batches for i in batch}
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 10e6 < held < peak < 30e6 < 1e6 * len(line) / 2
+    assert len(data) == 1_000_000 and texts == {"a b"}
+    assert data[999_999].prompt == "b a" and data[999_999].index == 999_999
+    assert max(i for batch in batches for i in batch) > 900_000  # shuffled over all of it
 
 
 def lengths(tmp_path, is_long):
@@ -232,12 +208,6 @@ def test_a_bad_line_behind_the_sample(tmp_path, small_limits):
         assert multiprocessing.active_children() == []  # although ``caught`` still holds the traceback
         assert str(caught.value).startswith(f"{tmp_path / 'a.jsonl'}:8: a conversation must be")
         assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_file_that_changes_while_it_is_read(tmp_path, small_limits):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, [{"prompt": "a"}] * 40)
-    data = RLAIFDataset(path, word_tokenizer("a"), 5)
-    path.write_bytes(b"")
+    (tmp_path / "a.jsonl").write_bytes(b"")  # it changes while it is read
     with pytest.raises(InputError, match=r"a\.jsonl:4: not JSON"):
         data[3]

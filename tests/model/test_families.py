@@ -69,18 +69,13 @@ REFUSED = {
     "Qwen 3.5": (lambda: T.Qwen3_5TextConfig(**SIZES), f"type qwen3_5_text .* {CACHE}"),
     "BLOOM": (lambda: T.BloomConfig(n_layer=2, n_head=4, **OPT), f"type bloom .* {CACHE}"),
     "GPT-Neo, window smaller than an answer": (lambda: gpt_neo(window_size=16), "exceeds the 16 positions"),
-    "Phi-3, long positions": (lambda: phi3_long(16), "exceeds the 16 positions"),
+    "Phi-3, long positions": (lambda: phi3_long(), "exceeds the 16 positions"),
 }
 
 
 def gpt_neo(**more):
-    layers = {
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 1]],
-    }
-    return T.GPTNeoConfig(max_position_embeddings=64, **layers, **more, **IDS)
+    layers = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
+    return T.GPTNeoConfig(attention_types=[[["global", "local"], 1]], **layers, **more, **IDS)
 
 
 def gemma3_with_images():
@@ -90,10 +85,10 @@ def gemma3_with_images():
     return T.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=9)
 
 
-def phi3_long(original):
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original}
-    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    return T.Phi3Config(rope_parameters=rope, original_max_position_embeddings=original, **SIZES)
+def phi3_long():
+    first = {"original_max_position_embeddings": 16}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    return T.Phi3Config(rope_parameters=rope | first, **first, **SIZES)
 
 
 def minimind(version, use_moe):
@@ -203,19 +198,12 @@ def test_refused_family(family, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def other_tokenizer(**changes):
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    for name, value in changes.items():
-        setattr(tokenizer, name, value)
-    return tokenizer
-
-
 TOKENIZERS = {
-    "pad is eos": other_tokenizer,
-    "pad of its own": lambda: other_tokenizer(pad_token="<unk>"),
-    "no pad": lambda: other_tokenizer(pad_token=None),
-    "bos": lambda: other_tokenizer(bos_token="a"),
-    "no chat template": lambda: other_tokenizer(chat_template=None),
+    "pad is eos": {},
+    "pad of its own": {"pad_token": "<unk>"},
+    "no pad": {"pad_token": None},
+    "bos": {"bos_token": "a"},
+    "no chat template": {"chat_template": None},
 }
 
 
@@ -223,7 +211,9 @@ TOKENIZERS = {
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_tokenizer(kind, several, tmp_path):
     """A run reads the tokenizer, ends responses at the right ids, and saves both beside the actor."""
-    tokenizer, model = TOKENIZERS[kind](), build(FAMILIES["Llama"](), spread=1.0)
+    tokenizer, model = word_tokenizer(WORDS, chat=True), build(FAMILIES["Llama"](), spread=1.0)
+    for name, value in TOKENIZERS[kind].items():
+        setattr(tokenizer, name, value)
     ends = [0, 3, 4] if several else [0]  # "b" and "c" end an answer as well
     model.generation_config.eos_token_id = ends if several else 0
     train(**files(tmp_path, model, tokenizer), missing_eos_penalty=1)

@@ -1,6 +1,7 @@
 """The package model/: parity with MiniMind's own code, loading and saving, the critic, bad input."""
 
 import json
+import re
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -8,24 +9,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import tiny
 import torch
+import transformers as T
 from huggingface_hub import constants
 from tiny import ROOT
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen3ForCausalLM,
-    T5Config,
-)
 from transformers.utils import logging as hf_logging
 
 from errors import InputError
@@ -46,29 +34,31 @@ def golden(name):
     return path, torch.load(path, weights_only=True), expected["input_ids"], expected["logits"]
 
 
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
+
+
 def tiny_minimind(**changes):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
-    return MiniMindForCausalLM(MiniMindConfig(**{**sizes, **changes})).eval()
+    return MiniMindForCausalLM(MiniMindConfig(**{**SMALL, **changes})).eval()
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
 
 
-def tiny_llama(kind=LlamaForCausalLM, **changes):
+def tiny_llama(kind=T.LlamaForCausalLM, **changes):
     torch.manual_seed(0)
-    return kind(LlamaConfig(**{**SIZES, "intermediate_size": 48, "pad_token_id": 0, **changes})).eval()
+    return kind(T.LlamaConfig(**{**SIZES, "intermediate_size": 48, "pad_token_id": 0, **changes})).eval()
 
 
 def tiny_gpt2(**changes):
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, **changes)).eval()
+    return T.GPT2LMHeadModel(T.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, **changes)).eval()
 
 
 def tiny_tokenizer(size=50, **special):
     vocabulary = {f"w{i}": i for i in range(size)}
-    return PreTrainedTokenizerFast(
+    return T.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="w0")),
         **{"eos_token": "w2", **special},
     )
@@ -86,10 +76,10 @@ def test_same_logits_keys_and_default_shapes_as_minimind(name, tmp_path):
     own = MiniMindForCausalLM(minimind_config_of(state)).eval()
     own.load_state_dict(state, strict=True)
     own.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = T.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(again) is MiniMindForCausalLM
     assert own.config.minimind_version == version
-    plain = {"minimind2_dense": LlamaForCausalLM, "minimind3_dense": Qwen3ForCausalLM}
+    plain = {"minimind2_dense": T.LlamaForCausalLM, "minimind3_dense": T.Qwen3ForCausalLM}
     assert type(model) is plain.get(name, MiniMindForCausalLM)
     assert model.dtype == torch.float32
     with torch.no_grad():
@@ -113,14 +103,11 @@ def test_default_config_is_minimind2_small():
         MiniMindConfig(hidden_size=100)
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_one_token_gives_every_expert_a_gradient(version):
-    model = tiny_minimind(minimind_version=version, use_moe=True).train()
-    model(random_tokens(1, 1)).logits.square().sum().backward()
-    assert all(weight.grad is not None for weight in model.parameters())
-
-
-def test_one_moe_layer_by_hand():
+def test_one_moe_layer_by_hand_and_one_token_gives_every_expert_a_gradient():
+    for version in (2, 3):
+        model = tiny_minimind(minimind_version=version, use_moe=True).train()
+        model(random_tokens(1, 1)).logits.square().sum().backward()
+        assert all(weight.grad is not None for weight in model.parameters())
     model = tiny_minimind(use_moe=True, num_hidden_layers=1)
     layer = model.model.layers[0].mlp
     hidden = torch.randn(32)
@@ -128,7 +115,8 @@ def test_one_moe_layer_by_hand():
     first, second = probs.argsort(descending=True)[:2].tolist()
     visited = probs[first] * layer.experts[first](hidden) + probs[second] * layer.experts[second](hidden)
     expected = visited / (probs[first] + probs[second]) + layer.shared_experts[0](hidden)
-    torch.testing.assert_close(layer(hidden.view(1, 1, -1)).flatten(), expected)
+    for layer.all_in_steps in (False, True):
+        torch.testing.assert_close(layer(hidden.view(1, 1, -1)).flatten(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -143,21 +131,17 @@ def test_moe_in_mixed_precision(dtype):
         torch.testing.assert_close(logits.float(), full, rtol=0, atol=5e-3)
 
 
-def test_router_logits():
+def test_router_logits_and_the_loss_without_them():
     model, tokens = tiny_minimind(use_moe=True), random_tokens(3, 7)
+    out = model(tokens, labels=tokens)
+    by_hand = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, by_hand)
     logits = model.model(tokens, output_router_logits=True).router_logits
     assert [tuple(x.shape) for x in logits] == [(21, 4), (21, 4)]
     sum(x.square().sum() for x in logits).backward()
     assert model.model.layers[1].mlp.gate.weight.grad.abs().sum() > 0
     assert model.model(tokens).get("router_logits") is None
     assert tiny_minimind().model(tokens, output_router_logits=True).router_logits == ()
-
-
-def test_the_loss_is_the_cross_entropy_alone():
-    model, tokens = tiny_minimind(use_moe=True), random_tokens(2, 6)
-    out = model(tokens, labels=tokens)
-    by_hand = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    torch.testing.assert_close(out.loss, by_hand)
 
 
 @pytest.mark.parametrize("sidecar", [True, False])
@@ -182,9 +166,9 @@ def test_save_policy_round_trip(tmp_path, name, sidecar):
 
 @pytest.mark.parametrize("kind", ["default", "llama3", "linear"])
 @pytest.mark.filterwarnings("error::FutureWarning")
-def test_what_is_saved_is_what_transformers_4_and_5_read(tmp_path, kind):
+def test_what_is_saved_is_what_transformers_4_and_5_read(tmp_path, kind, capfd):
     """transformers 5 reads rope_parameters and warns of nothing; 4 reads rope_theta and rope_scaling (tried
-    by hand with 4.57.1: the same logits)."""
+    by hand with 4.57.1: the same logits). Loading says nothing and leaves the verbosity."""
     more = {"factor": 4.0} if kind != "default" else {}
     if kind == "llama3":
         more |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -201,9 +185,13 @@ def test_what_is_saved_is_what_transformers_4_and_5_read(tmp_path, kind):
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     tokens = torch.arange(8)[None]
-    again = load_policy(str(tmp_path / "folder"))
-    assert again(tokens).logits.equal(model(tokens).logits)
+    capfd.readouterr()
+    before = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    assert load_policy(str(tmp_path / "folder"))(tokens).logits.equal(model(tokens).logits)
     assert load_policy(str(tmp_path / "x.pth")).config.rope_parameters == rope
+    load_tokenizer(tmp_path / "x")
+    assert capfd.readouterr() == ("", "")
+    assert (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()) == before
     modes = {file.name: file.stat().st_mode for file in (tmp_path / "folder").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]  # for all users who may read the others
 
@@ -238,23 +226,11 @@ def test_lm_head_absent_when_tied_and_apart_when_not(tmp_path):
         load_policy(path)
 
 
-def test_loading_says_nothing_and_leaves_the_verbosity(tmp_path, capfd):
-    tiny_minimind().save_pretrained(tmp_path / "folder")
-    save_policy(tiny_minimind(), tiny_tokenizer(), tmp_path / "actor.pth")
-    capfd.readouterr()
-    before = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    load_policy(tmp_path / "folder")
-    load_policy(tmp_path / "actor.pth")
-    load_tokenizer(tmp_path / "actor")
-    assert capfd.readouterr() == ("", "")
-    assert (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()) == before
-
-
 DROPPING = {
     "gpt2": lambda: tiny_gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
     "llama": lambda: tiny_llama(attention_dropout=0.1),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(ffn_dim=48, word_embed_proj_dim=16, layerdrop=0.5, attention_dropout=0.1, **SIZES)
+    "opt": lambda: T.OPTForCausalLM(
+        T.OPTConfig(ffn_dim=48, word_embed_proj_dim=16, layerdrop=0.5, attention_dropout=0.1, **SIZES)
     ),
 }
 
@@ -273,7 +249,7 @@ def test_dropout_is_off_in_what_is_loaded_and_in_its_critic(kind, tmp_path):
 
 
 def tiny_reward():
-    return tiny_llama(LlamaForSequenceClassification, num_labels=1)
+    return tiny_llama(T.LlamaForSequenceClassification, num_labels=1)
 
 
 @pytest.mark.parametrize("make", [tiny_minimind, tiny_gpt2, tiny_reward])
@@ -299,22 +275,19 @@ def test_a_critic_reads_the_last_states_and_starts_at_0_or_with_its_reward_model
             assert critic(tokens).dtype == torch.float32
 
 
-def test_eos_ids():
+def test_ends_and_a_tokenizer_that_fits():
     model = tiny_llama()
-    for configured, wanted in (([7, 2, 3], [2, 3, 7]), (5, [2, 5]), (None, [2])):
+    for configured, wanted in (([7, 2, 3], [2, 3, 7]), (151_645, [2, 151_645]), (None, [2])):
         model.generation_config.eos_token_id = configured
         assert eos_ids(tiny_tokenizer(), model) == wanted
     with pytest.raises(InputError, match="EOS"):
         eos_ids(tiny_tokenizer(eos_token=None), model)
-
-
-def test_check_tokenizer():
     for size in (25, 40, 50):
-        check_tokenizer(tiny_tokenizer(size), tiny_llama())
+        check_tokenizer(tiny_tokenizer(size), model)
     for size in (24, 51):
         message = f"it has {size} ids, the largest is {size - 1}, but the model has 50 embeddings"
         with pytest.raises(InputError, match=message):
-            check_tokenizer(tiny_tokenizer(size), tiny_llama())
+            check_tokenizer(tiny_tokenizer(size), model)
 
 
 def test_tokenizer_source(tmp_path, monkeypatch):
@@ -330,14 +303,16 @@ def test_tokenizer_source(tmp_path, monkeypatch):
         assert tokenizer_source(tmp_path / "a.pth") == str(folder)
     assert tokenizer_source(own) == str(own)
     assert tokenizer_source("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    messages = {"empty": "pass --tokenizer", "broken": "no tokenizer could be loaded"}
+    for name, message in (messages | dict.fromkeys(("a.pth", "missing"), "no such directory")).items():
+        with pytest.raises(InputError, match=message):
+            load_tokenizer(tmp_path / name)
     monkeypatch.setattr(loading, "MINIMIND_FOLDER", empty)
     (tmp_path / "b.pth").touch()
     with pytest.raises(InputError, match="pass --tokenizer"):
         load_tokenizer(tokenizer_source(tmp_path / "b.pth"))
-
-
-class Code:
-    """An object of a class of our own: unpickling it would have to run code."""
 
 
 def minimind_with(**changes):
@@ -358,44 +333,36 @@ NO_MINIMIND = "not the state-dict of a MiniMind"
         (None, "no such file"),
         (b"", NO_FILE),
         (b"hello world, this is text", NO_FILE),
-        ({"weights": torch.zeros(1), "code": Code()}, NO_FILE),
+        ({"weights": torch.zeros(1), "code": ROOT}, NO_FILE),  # unpickling it would run code
         ([torch.zeros(1)], NO_FILE),
         ({"model": {"w": torch.zeros(1)}, "step": 1}, NO_MINIMIND),
         ({}, NO_MINIMIND),
         ({0: torch.zeros(1)}, NO_MINIMIND),
         ({"tok_embeddings.weight": torch.zeros(4, 2)}, NO_MINIMIND),
         (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), NO_MINIMIND),
-        (minimind_with(mlp__up_proj=None), 'Missing key(s) in state_dict: "model.layers.0.mlp.up'),
-        (minimind_with(extra=torch.zeros(2)), 'Unexpected key(s) in state_dict: "model.layers.0.extra'),
+        (minimind_with(mlp__up_proj=None), r'Missing key\(s\) in state_dict: "model.layers.0.mlp.up'),
+        (minimind_with(extra=torch.zeros(2)), r'Unexpected key\(s\) in state_dict: "model.layers.0.extra'),
         (minimind_with(mlp__up_proj=torch.zeros(3, 32)), "size mismatch for model.layers.0.mlp.up_proj"),
+        ('{"model_type": "no_such_type"}', "no_such_type"),  # in the config of the folder beside a MiniMind
+        ('{"num_hidden_layers": 3, "layer_types": null}', "Missing key"),
+        ('{"intermediate_size": 96}', "size mismatch"),
     ],
 )
 def test_bad_pth(tmp_path, content, message):
     path = tmp_path / "bad.pth"
-    if isinstance(content, bytes):
+    if isinstance(content, str):
+        save_policy(tiny_minimind(), tiny_tokenizer(), path)
+        config = tmp_path / "bad" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | json.loads(content)))
+        message = f"is not the state-dict of {config}: .*{message}"
+    elif isinstance(content, bytes):
         path.write_bytes(content)
     elif content is not None:
         torch.save(content, path)
     with pytest.raises(InputError) as caught:
         load_policy(path)
-    assert message in str(caught.value) and str(path) in str(caught.value)
+    assert re.search(message, str(caught.value)) and str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-SIDECARS = {  # what is wrong with it: fields of its config
-    "no_such_type": {"model_type": "no_such_type"},
-    "Missing key": {"num_hidden_layers": 3, "layer_types": None},
-    "size mismatch": {"intermediate_size": 96},
-}
-
-
-@pytest.mark.parametrize("message", SIDECARS)
-def test_bad_sidecar(tmp_path, message):
-    path, config = tmp_path / "actor.pth", tmp_path / "actor" / "config.json"
-    save_policy(tiny_minimind(), tiny_tokenizer(), path)
-    config.write_text(json.dumps(json.loads(config.read_text()) | SIDECARS[message]))
-    with pytest.raises(InputError, match=f"is not the state-dict of {config}: .*{message}"):
-        load_policy(path)
 
 
 def save(folder, model, **config):
@@ -403,7 +370,7 @@ def save(folder, model, **config):
     folder.mkdir()
     if model:
         model.save_pretrained(folder)
-    if isinstance(config.get("of"), PreTrainedConfig):
+    if isinstance(config.get("of"), T.PreTrainedConfig):
         config["of"].save_pretrained(folder)
     elif config:
         (folder / "config.json").write_text(json.dumps(config))
@@ -414,10 +381,8 @@ FOLDERS = {  # what the line says: how to make such a folder
     "no such directory": lambda folder: None,
     "have a `model_type` key in its config.json": lambda folder: folder.mkdir(),
     "no such directory here": lambda folder: folder.write_text("{}"),
-    "Unrecognized configuration class": lambda folder: save(folder, None, of=T5Config()),
-    "classifier or reward model": lambda folder: save(
-        folder, tiny_llama(LlamaForSequenceClassification, num_labels=1)
-    ),
+    "Unrecognized configuration class": lambda folder: save(folder, None, of=T.T5Config()),
+    "classifier or reward model": lambda folder: save(folder, tiny_reward()),
     "no file named": lambda folder: save(folder, None, of=tiny_llama().config),
     "its weights lack": lambda folder: save(folder, tiny_llama(num_hidden_layers=1), of=tiny_llama().config),
     "lack what its config.json describes": lambda folder: save(
@@ -459,15 +424,12 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_hub_that_cannot_be_reached_is_said_at_once(kind, nobody_there):
+def test_a_hub_that_cannot_be_reached_is_said_at_once(kind, nobody_there, monkeypatch):
     message = rf"nobody/no-such-model.*: {nobody_there} cannot be reached; give a directory: .*refused"
     with pytest.raises(InputError, match=message) as caught:
         LOADERS[kind]("nobody/no-such-model")
     assert "\n" not in str(caught.value)
-
-
-def test_a_hub_that_hangs_is_given_up(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it hangs
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
         with pytest.raises(InputError, match="cannot be reached"):
@@ -511,15 +473,3 @@ def test_folders_cached_models_and_offline_mode_need_no_hub(nobody_there, monkey
     loading.check_hub("some/model")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     loading.check_hub("other/model")
-
-
-def test_bad_tokenizer_folder(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    (tmp_path / "file").touch()
-    missing = "no such directory"
-    messages = {"empty": "pass --tokenizer", "broken": "no tokenizer could be loaded"}
-    for name, message in (messages | {"file": missing, "missing": missing}).items():
-        with pytest.raises(InputError, match=message):
-            load_tokenizer(tmp_path / name)

@@ -1,18 +1,9 @@
 """The judge: it evaluates and never trains."""
 
 import pytest
+import tiny
 import torch
 from test_invariants import ALONE
-from tiny import (
-    flags,
-    load_weights,
-    read_jsonl,
-    request_of,
-    run_files,
-    save_reward_dir,
-    without_time,
-    word_tokenizer,
-)
 
 from errors import InputError
 from trainer import evaluation, train_ppo
@@ -35,19 +26,24 @@ def judge(prompts, responses, answers, prompt):
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "judge.py").write_text(JUDGE)
-    found = run_files(folder, count=16)
+    found = tiny.run_files(folder, count=16)
     return found | {"eval_data_path": found["data_path"]}
 
 
 @pytest.fixture(scope="module")
 def judged(files):
     folder = files["data_path"].removesuffix("/prompts.jsonl")
-    model = save_reward_dir(f"{folder}/other", word_tokenizer(list("abcdefgh"), chat=True), seed=7)
+    model = tiny.save_reward_dir(f"{folder}/other", tiny.word_tokenizer(list("abcdefgh"), chat=True), seed=7)
     return {"eval_reward_fn": f"{folder}/judge.py:judge", "eval_reward_model": f"{model}=-2"}
 
 
 def argv_of(files, out, **more):
-    return flags(**{**files, **SIZES, "out_dir": out, **more})
+    return tiny.flags(**{**files, **SIZES, "out_dir": out, **more})
+
+
+def evaluated_run(files, more, **values):
+    args = train_ppo.parse_args(argv_of({**files, **more}, "out", dtype="float32", **values))
+    return PpoRun(args, ALONE)
 
 
 @pytest.mark.parametrize("more", [{}, {"lora_r": 2, "normalize_reward": 1}], ids=["whole", "adapters"])
@@ -55,13 +51,13 @@ def test_training_is_bit_for_bit_the_same_with_a_judge(files, judged, tmp_path, 
     lines = []
     for name, flags_ in (("with", judged), ("without", {})):
         train_ppo.main(argv_of({**files, **flags_}, tmp_path / name, **more))
-        found = without_time(read_jsonl(tmp_path / name / "r" / "metrics.jsonl"))
+        found = tiny.without_time(tiny.read_jsonl(tmp_path / name / "r" / "metrics.jsonl"))
         judgements = [sum(key.startswith("eval/judge") for key in line) for line in found]
         assert judgements == ([7, 0, 7] if flags_ else [0, 0, 0])  # judge, two parts: sampled, greedy; a std
         lines.append([{k: v for k, v in r.items() if not k.startswith("eval/judge")} for r in found])
     assert lines[0] == lines[1]
     for model in ("actor", "critic"):
-        left, right = (load_weights(tmp_path / name / "r", 2, model) for name in ("with", "without"))
+        left, right = (tiny.load_weights(tmp_path / name / "r", 2, model) for name in ("with", "without"))
         assert all(left[key].equal(right[key]) for key in left)
 
 
@@ -84,31 +80,21 @@ def test_its_scores_are_sums_of_raw_ones(files, judged, monkeypatch):
         counts = sum(text.count("a") for text in texts) / len(texts)
         assert found[f"eval/judge_model{kind}"] == pytest.approx(-2 * scores.mean().item(), abs=1e-6)
         assert found[f"eval/judge_function{kind}"] == pytest.approx(100 + counts, abs=1e-4)
-        total = 100 + counts - 2 * scores.mean().item()
         each = torch.tensor([100.0 + text.count("a") for text in texts]) - 2 * scores
-        if not kind:
-            assert found["eval/judge_std"] == pytest.approx(each.std(correction=0).item(), abs=1e-3)
-        assert found[f"eval/judge{kind}"] == pytest.approx(total, abs=1e-4)
-
-
-def evaluated_run(files, more, **values):
-    args = train_ppo.parse_args(argv_of({**files, **more}, "out", dtype="float32", **values))
-    return PpoRun(args, ALONE)
+        assert kind or found["eval/judge_std"] == pytest.approx(each.std(correction=0).item(), abs=1e-3)
+        assert found[f"eval/judge{kind}"] == pytest.approx(each.mean().item(), abs=1e-4)
 
 
 def test_one_part_alone_has_no_second_name():
     one = Judge(function=lambda p, r, a: [1.0] * len(r))
-    assert one.names == list(one.combine(one.raw_scores(request_of(["p"], ["r"])))) == ["judge"]
+    assert one.names == list(one.combine(one.raw_scores(tiny.request_of(["p"], ["r"])))) == ["judge"]
     two = Judge({"model": (lambda c: torch.ones(len(c)), 0.5)}, lambda p, r, a: [1.0] * len(r))
-    scores = two.combine(two.raw_scores(request_of(["p"], ["r"])))
-    assert {name: x.item() for name, x in scores.items()} == {
-        "judge": 1.5,
-        "judge_model": 0.5,
-        "judge_function": 1.0,
-    }
+    scores = two.combine(two.raw_scores(tiny.request_of(["p"], ["r"])))
+    found = {name: x.item() for name, x in scores.items()}
+    assert found == {"judge": 1.5, "judge_model": 0.5, "judge_function": 1.0}
     assert two.names == list(scores)
     assert Judge().names == []
-    assert Judge().combine(Judge().raw_scores(request_of(["p"], ["r"]))) == {}
+    assert Judge().combine(Judge().raw_scores(tiny.request_of(["p"], ["r"]))) == {}
 
 
 def test_a_judge_is_never_the_critics_start_nor_a_reward(files, judged):
@@ -169,4 +155,4 @@ def test_a_judge_that_fails_later_saves_what_was_learned_and_may_be_mended(files
     assert (tmp_path / "r" / "checkpoints" / "step_1").exists()
     (tmp_path / "late.py").write_text(f"{code}    return [1.0] * len(responses)\n")
     train_ppo.main([*argv_of({**files, **judge}, tmp_path, eval_interval=1), "--resume", "auto"])
-    assert read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["eval/judge"] == 1.0
+    assert tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["eval/judge"] == 1.0

@@ -14,15 +14,8 @@ from tiny import flags, read_jsonl, request_of, run_files, train, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo
+from trainer.rewards import reward_function
 from trainer.rewards.combine import Reward
-from trainer.rewards.reward_function import (
-    arguments,
-    call_reward_function,
-    check_columns,
-    load_reward_function,
-    names_of_run,
-    time_limit,
-)
 
 RECORDS = [
     {"prompt": "p", "tests": [1, 2], "level": 3},
@@ -32,21 +25,7 @@ RECORDS = [
 
 def called(function):
     request = request_of(["p", "q"], ["r", "s"], [None, "a"], records=RECORDS)
-    return call_reward_function(function, request, 0)[0]
-
-
-def seen(function):
-    """What a function with these parameters is called with -> (its first arguments, {name: value})."""
-    calls = []
-
-    @functools.wraps(function)
-    def wrapped(*batch, **more):
-        calls.append((batch, more))
-        function(*batch, **more)
-        return [0.0, 0.0]
-
-    called(wrapped)
-    return calls[0]
+    return reward_function.call_reward_function(function, request, 0)[0]
 
 
 FUNCTIONS = [  # (function, what it is given by name)
@@ -74,15 +53,20 @@ FUNCTIONS = [  # (function, what it is given by name)
 
 @pytest.mark.parametrize(("function", "given"), FUNCTIONS, ids=range(len(FUNCTIONS)))
 def test_a_function_gets_what_it_asks_for_by_name(function, given):
-    batch, more = seen(function)
-    assert batch == (["p", "q"], ["r", "s"], [None, "a"])
-    assert more == given
+    @functools.wraps(function)
+    def wrapped(*batch, **more):
+        function(*batch, **more)
+        assert batch == (["p", "q"], ["r", "s"], [None, "a"])
+        assert more == given
+        return [0.0, 0.0]
+
+    called(wrapped)
 
 
 def test_a_function_gets_the_step_of_the_run_where_no_record_has_such_a_field():
     data = [SimpleNamespace(columns={"prompt": None}), None, SimpleNamespace(columns={"step": None})]
-    assert names_of_run(*data[:2]) == ["step", "total_steps"]
-    assert names_of_run(*data) == ["total_steps"]
+    assert reward_function.names_of_run(*data[:2]) == ["step", "total_steps"]
+    assert reward_function.names_of_run(*data) == ["total_steps"]
     request = request_of(["p", "q"], ["r", "s"], records=RECORDS)
     request.of_run = {"step": 3, "total_steps": 12}
     for function, given in (
@@ -90,13 +74,18 @@ def test_a_function_gets_the_step_of_the_run_where_no_record_has_such_a_field():
         (lambda p, r, a, level, step=0: 0, {"level": [3, 4], "step": 3}),
         (lambda p, r, a: 0, {}),
     ):
-        assert arguments(function, request) == given
-    assert not {"step", "total_steps"} & arguments(lambda p, r, a, **columns: 0, request).keys()
+        assert reward_function.arguments(function, request) == given
+    assert (
+        not {"step", "total_steps"} & reward_function.arguments(lambda p, r, a, **columns: 0, request).keys()
+    )
     request.of_run = {"total_steps": 12}
-    assert arguments(lambda p, r, a, step, total_steps: 0, request) == {"step": [None] * 2, "total_steps": 12}
+    assert reward_function.arguments(lambda p, r, a, step, total_steps: 0, request) == {
+        "step": [None] * 2,
+        "total_steps": 12,
+    }
 
 
-def test_a_function_may_change_what_it_gets():
+def test_a_function_may_change_what_it_gets_and_not_say_its_parameters():
     def change(prompts, responses, answers, tests):
         tests[0].clear()
         return [1, 2]
@@ -104,8 +93,6 @@ def test_a_function_may_change_what_it_gets():
     assert called(change) == [1, 2]
     assert RECORDS[0]["tests"] == [1, 2]
 
-
-def test_functions_that_do_not_say_their_parameters():
     class Scorer:
         def __call__(self, prompts, responses, answers, level):
             return level
@@ -124,39 +111,36 @@ SIGNATURES = [
 ]
 
 
-@pytest.mark.parametrize("signature", SIGNATURES)
-def test_a_function_that_cannot_be_called_is_refused_when_it_is_loaded(signature, tmp_path):
-    (tmp_path / "f.py").write_text(f"def f{signature}:\n    return []\n")
-    with pytest.raises(
-        InputError, match=r"called with prompts, responses, answers, .* in this order"
-    ) as caught:
-        load_reward_function(f"{tmp_path / 'f.py'}:f")
-    assert str(caught.value).endswith(f"they are {signature.replace('*', '')}")
-
-
-def test_what_is_no_function_is_refused_and_a_mistake_inside_has_its_place(tmp_path):
-    path = tmp_path / "mine.py"
+def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside_has_its_place(tmp_path):
+    path = tmp_path / "f.py"
+    spec = f"{path}:f"
+    says = r"called with prompts, responses, answers, .* in this order"
+    for signature in SIGNATURES:
+        path.write_text(f"def f{signature}:\n    return []\n")
+        with pytest.raises(InputError, match=says) as caught:
+            reward_function.load_reward_function(spec)
+        assert str(caught.value).endswith(f"they are {signature.replace('*', '')}")
     path.write_text("x = 1\n")
-    (tmp_path / "imports.py").write_text("import nowhere_to_be_found\n")
-    for spec in (f"{path}:other", f"{path}:x", f"{path}", f"{tmp_path}/none.py:score"):
+    for wrong in (f"{path}:other", f"{path}:x", f"{path}", f"{tmp_path}/none.py:score"):
         with pytest.raises(InputError, match="--reward_fn"):
-            load_reward_function(spec)
+            reward_function.load_reward_function(wrong)
+    path.write_text("import nowhere_to_be_found\n")
     with pytest.raises(InputError, match="nowhere_to_be_found"):
-        load_reward_function(f"{tmp_path}/imports.py:score")
-    (tmp_path / "f.py").write_text("def f(p, r, a):\n    return r[9]\n")
+        reward_function.load_reward_function(spec)
+    path.write_text("def f(p, r, a):\n    return r[9]\n")
     with pytest.raises(InputError, match=r"IndexError: .* at .*f\.py:2; correct the function"):
-        called(load_reward_function(f"{tmp_path / 'f.py'}:f"))
+        called(reward_function.load_reward_function(spec))
 
 
 def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default():
     columns = {"prompt": None, "tests": None}
     for function in (lambda p, r, a, tests, level=1: 0, lambda a, b, c, **columns: 0):
-        check_columns(function, columns, "a.jsonl")
+        reward_function.check_columns(function, columns, "a.jsonl")
     wanted = (
         r"--reward_fn: its parameter 'test' is no key of .* a\.jsonl; keys found: \"prompt\", \"tests\": ren"
     )
     with pytest.raises(InputError, match=wanted):
-        check_columns(lambda a, b, c, test: 0, columns, "a.jsonl")
+        reward_function.check_columns(lambda a, b, c, test: 0, columns, "a.jsonl")
 
 
 WANTED = r"; it must be a number, or a list of pairs \(character offset, score\) with offsets from 0 to 1, or"
@@ -289,10 +273,7 @@ def test_a_wrong_name_ends_a_run_before_it_samples_anything(file, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-alarms = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
-
-
-@alarms
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
 def test_an_alarm_that_comes_while_it_is_turned_off_leaves_nothing_behind(monkeypatch):
     """It comes right before each of the two calls that turn it off."""
     before, came = signal.getsignal(signal.SIGALRM), []
@@ -309,7 +290,7 @@ def test_an_alarm_that_comes_while_it_is_turned_off_leaves_nothing_behind(monkey
     late = {name: after_an_alarm(getattr(signal, name)) for name in ("setitimer", "signal")}
     kinds = {"SIGALRM": signal.SIGALRM, "ITIMER_REAL": signal.ITIMER_REAL}
     monkeypatch.setattr("trainer.rewards.reward_function.signal", SimpleNamespace(**kinds, **late))
-    with time_limit(60):
+    with reward_function.time_limit(60):
         pass
     assert came == ["setitimer", "signal"]
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -23,10 +23,7 @@ def count_a(request):
 
 @contextmanager
 def server(*first_replies):
-    """A reward server -> (its URL, the requests it has got).
-
-    It replies first with ``first_replies``, functions of (handler, request), and then as it should.
-    """
+    """-> (its URL, the requests it has got). It replies first with these functions, then as it should."""
     requests, replies = [], list(first_replies)
 
     class Handler(BaseHTTPRequestHandler):
@@ -77,7 +74,7 @@ def ask(url, count=3, timeout=10.0):
     return RewardServer(url, timeout)(asked)
 
 
-def test_what_is_sent_is_what_openrlhf_sends():
+def test_what_is_sent_is_what_openrlhf_sends_and_large_batches_go_in_pieces(monkeypatch):
     with server() as (url, requests):
         assert ask(url) == [0.5, 1.0, 1.5]
     (request,) = requests
@@ -85,9 +82,6 @@ def test_what_is_sent_is_what_openrlhf_sends():
     assert request["query"] == [f"user b </s> assistant {a}" for a in ("a", "a a", "a a a")]
     assert request["labels"] == ["c", None, None]
     assert request["messages"] == ["b"] * 3
-
-
-def test_large_batches_go_in_pieces(monkeypatch):
     monkeypatch.setattr(reward_server, "BATCH", 4)
     with server() as (url, requests):
         assert ask(url, count=10) == [n / 2 for n in range(1, 11)]
@@ -121,22 +115,20 @@ def test_pauses_grow(monkeypatch):
     assert pauses == [0.01, 0.02, 0.04, 0.08]
 
 
-@pytest.mark.parametrize("code", [400, 401, 404, 422])
-def test_a_refusal_is_not_asked_again(code):
-    refusal = pytest.raises(InputError, match=rf"--reward_url http.*refuses the request \({code}")
-    with server(lambda h, r: send(h, {}, code)) as (url, requests), refusal:
+LISTS = [None, 3, [1.0, 2.0], [1.0, "good", 2.0], [1.0, True, 2.0], [[1.0], [2.0], [3.0]]]
+REFUSED = [  # (what the server answers, its code, what is said)
+    *(({}, code, rf"--reward_url http.*refuses the request \({code}") for code in (400, 401, 404, 422)),
+    *((reply, 200, "a number for each of 3 responses") for reply in ({}, [], None)),
+    *(({"rewards": found}, 200, "a number for each of 3 responses") for found in LISTS),
+]
+
+
+@pytest.mark.parametrize(("reply", "code", "says"), REFUSED)
+def test_a_refusal_or_an_answer_of_another_form_is_one_line_and_not_asked_again(reply, code, says):
+    refusal = pytest.raises(InputError, match=says)
+    with server(lambda h, r: send(h, reply, code)) as (url, requests), refusal:
         ask(url)
     assert len(requests) == 1
-
-
-LISTS = ([1.0, 2.0], [1.0, "good", 2.0], [1.0, True, 2.0], [[1.0], [2.0], [3.0]])
-
-
-@pytest.mark.parametrize("reply", [{}, [], None, *({"rewards": found} for found in (None, 3, *LISTS))])
-def test_an_answer_of_another_form_is_one_line(reply):
-    refusal = pytest.raises(InputError, match="a number for each of 3 responses")
-    with server(lambda h, r: send(h, reply)) as (url, _), refusal:
-        ask(url)
 
 
 def test_a_server_that_goes_away_leaves_a_run_that_resumes(tmp_path, capsys):

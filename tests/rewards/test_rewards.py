@@ -1,110 +1,125 @@
-"""Rewards: how scores of models and answer blocks add up, reward models of both kinds, several of them."""
+"""Rewards: how scores of parts, models and answer blocks add up, normalised or not; reward models that are
+classifiers, at their own precision; several of them."""
 
 import json
-from math import nan
+import math
+from pathlib import Path
 
 import pytest
+import tiny
 import torch
-from tiny import (
-    flags,
-    llama_config,
-    read_jsonl,
-    request_of,
-    run_files,
-    save_policy_dir,
-    save_reward_dir,
-    word_tokenizer,
-)
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaForCausalLM,
-)
+import transformers as T
+from test_remote_code import save_old
 
 from errors import InputError
+from model.critic import CriticModel
+from model.loading import load_policy, load_tokenizer
+from model.weights import HalfEmbedding, HalfLinear, ScoreHead
 from trainer import train_ppo
+from trainer.compute.precision import round_frozen
+from trainer.inputs import DEMO
 from trainer.models import critic_start
-from trainer.rewards.combine import RawScores, Reward
+from trainer.rewards.combine import RawScores, Reward, RunningStats, load_reward
 from trainer.rewards.reward_models import conversation_ids, load_reward_model, parse_spec
 from trainer.runs.displays import PARTS, metric_names
+from trainer.runs.distributed import World
+from trainer.runs.resume import weights_hash
 
+ALONE = World(0, 1, torch.device("cpu"))
 CPU = torch.device("cpu")
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
 WORDS = ["user", "assistant", "one", "two", "three", "four", "five"]
-
-REMOTE_CODE = '''
-import torch
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-
-class LengthConfig(PretrainedConfig):
-    model_type = "length_reward"
-
-class LengthReward(PreTrainedModel):
-    """Scores the number of words the assistant said, times a weight."""
-    config_class = LengthConfig
-    def __init__(self, config):
-        super().__init__(config)
-        self.weight = nn.Parameter(torch.tensor(1.0))
-        self.post_init()
-    def _init_weights(self, module):
-        pass
-    def get_score(self, tokenizer, messages):
-        assert messages[-1]["role"] == "assistant"
-        return self.weight.item() * len(tokenizer(messages[-1]["content"]).input_ids)
-'''
+PAIRS = [("one two", "three " * n + "four") for n in range(1, 9)]
+SCORES = torch.tensor([3.0, -1.0, 4.0, 1.0, 5.0, -9.0, 2.0, 6.0])
 
 
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory):
-    return save_reward_dir(tmp_path_factory.mktemp("rm"), word_tokenizer(WORDS, chat=True), layers=2)
+def judging(table, weight=1.0):
+    """A reward model and its weight. table: {"prompt: response": score}, for no other conversation."""
+    return lambda asked: torch.tensor([table[f"{prompt}: {text}"] for prompt, text in asked]), weight
 
 
-@pytest.fixture(scope="module")
-def remote(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("remote")
-    word_tokenizer(WORDS).save_pretrained(folder)
-    (folder / "modeling_length.py").write_text(REMOTE_CODE)
-    auto = {"AutoConfig": "modeling_length.LengthConfig", "AutoModel": "modeling_length.LengthReward"}
-    config = {"model_type": "length_reward", "architectures": ["LengthReward"], "auto_map": auto}
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.save({"weight": torch.tensor(0.5)}, folder / "pytorch_model.bin")
-    return str(folder)
+OWN = {"function": lambda prompts, *_: [1.0] * len(prompts), "reasoning": False}
+UNEQUAL = {"models": {"model": judging({"p: a": 8.0, "q: b": 0.0}, -0.5)}, "reasoning": False}
+NORMALISED = {
+    "normalize": True,
+    "function": lambda prompts, *_: [50.0, 70.0][: len(prompts)],
+    "server": lambda request: torch.tensor([50.0, 70.0])[: len(request.responses)],
+    "length_reward": 0.5,
+    "missing_eos_penalty": 0.25,
+}
+RULES = {"repetition_penalty": 0.5, "length_reward": 0.25, "missing_eos_penalty": 2.0}
+RULES |= {"max_gen_len": 8, "overlong_buffer": 4, "overlong_penalty": 0.5}
+SUMS = [  # (the reward's fields, responses to p, q, r, {part: scores}, what else is known of the responses)
+    (
+        {"models": {"model": judging({f"p: {GOOD}": 1.0, "p: 2": 5.0, "q: no block": -7.0})}},
+        [GOOD, "no block"],  # whole responses and answer blocks are clipped first
+        {"format": [0.5, 0], "marks": [1, 0], "model": [0.4 * 1 + 0.6 * 3, -3], "score": [3.7, -3]},
+    ),
+    (
+        {"models": {"model": judging({"p: <answer>2</answer>": 1.0})}, "reasoning": False},
+        ["<answer>2</answer>"],  # and not the answer block
+        {"model": [1], "score": [1]},
+    ),
+    (
+        OWN | RULES,
+        ["a", "b", "x " * 30],
+        {
+            "function": [1, 1, 1],
+            "repetition": [0, 0, -0.5],
+            "length_reward": [-0.25, -0.25, 0.25],
+            "missing_eos": [0, 0, -2],
+            "overlong": [0, -0.375, -0.5],
+            "score": [0.75, 0.375, -1.75],
+        },
+        {"finished": [True, True, False], "lengths": [3, 7, 8]},
+    ),
+    (OWN | {"overlong_buffer": 0, "overlong_penalty": 1.0}, ["a"], {"function": [1], "score": [1]}),
+    (OWN | {"overlong_buffer": 4, "overlong_penalty": 0.0}, ["a"], {"function": [1], "score": [1]}),
+    (UNEQUAL, ["a", "b"], {"model": [-1.5, 0], "score": [-1.5, 0]}),
+    (
+        UNEQUAL | NORMALISED,
+        ["a", "b"],
+        {
+            "model": [-0.5, 0.5],
+            "function": [50, 70],
+            "server": [-1, 1],
+            "length_reward": [-0.5, -0.5],
+            "missing_eos": [0, -0.25],
+            "score": [48, 70.75],
+            "score_raw": [95.5, 139.25],  # with weights, neither clipped nor normalised
+        },
+        {"finished": [True, False]},
+    ),
+]
 
 
-def test_the_answer_block_is_scored_on_its_own():
-    """0.4 * score(whole) + 0.6 * score(answer only), each clipped to +-3 first; parts add up."""
-    table = {GOOD: 1.0, "2": 5.0, "no block": -7.0}
-    asked = []
-
-    def model(conversations):
-        asked.extend(conversations)
-        return torch.tensor([table[response] for _, response in conversations])
-
-    parts = Reward({"model": (model, 1.0)})(request_of(["p", "q"], [GOOD, "no block"]))
-    assert asked == [("p", GOOD), ("q", "no block"), ("p", "2")]
-    assert parts["model"].tolist() == pytest.approx([0.4 * 1 + 0.6 * 3, -3.0])
-    assert parts["score"].tolist() == pytest.approx([0.5 + 1.0 + 2.2, -3.0])
+@pytest.mark.parametrize("case", SUMS)
+def test_parts_and_their_sum(case):
+    fields, responses, wanted, *more = case
+    reward = Reward(**fields)
+    raw = reward.raw_scores(tiny.request_of(list("pqr")[: len(responses)], responses, **dict(*more)))
+    parts = reward.combine(raw, ALONE)
+    assert {name: x.tolist() for name, x in parts.items()} == {n: pytest.approx(x) for n, x in wanted.items()}
+    assert list(parts) == list(wanted) == reward.names
+    assert set(reward.running) == ({"model", "server"} if reward.normalize else set())
 
 
 def test_a_score_is_at_its_limit_where_the_clip_holds_it():
     """Whole responses: those of one reward model or of two. Answer blocks and weights do not count."""
-    table = {"a": 3.0, "b": -3.5, "c": 2.99, GOOD: 0.0, "2": 9.0}
-    model = (lambda c: torch.tensor([table[response] for _, response in c]), -0.5)
-    other = (lambda c: torch.tensor([float(response == "c") * 4 for _, response in c]), 1.0)
-    for models, wanted in (({"m": model}, [1, 1, 0, 0]), ({"m": model, "o": other}, [1, 1, 1, 0])):
-        reward = Reward(models)
-        raw = reward.raw_scores(request_of(["p"] * 4, ["a", "b", "c", GOOD]))
-        assert reward.at_limit(raw).tolist() == [bool(x) for x in wanted]
+    table = {"p: a": 3.0, "p: b": -3.5, "p: c": 2.99, f"p: {GOOD}": 0.0, "p: 2": 9.0}
+    other = judging({said: 4.0 * (said == "p: c") for said in table})
+    for more, wanted in (({}, [1, 1, 0, 0]), ({"other": other}, [1, 1, 1, 0])):
+        reward = Reward({"model": judging(table, -0.5)} | more)
+        raw = reward.raw_scores(tiny.request_of(["p"] * 4, ["a", "b", "c", GOOD]))
+        assert reward.at_limit(raw).tolist() == wanted
 
 
 def test_some_raw_scores_are_replaced_by_hand():
     """Of four responses the second and the fourth are new. Of these the fourth has an answer block, as the
     first and the second had."""
-    parts, blocks = ({"model": torch.tensor(x)} for x in ([1.0, 2, 3, 4], [10.0, 20, nan, nan]))
+    parts, blocks = ({"model": torch.tensor(x)} for x in ([1.0, 2, 3, 4], [10.0, 20, math.nan, math.nan]))
     old = RawScores(parts, blocks, steps=[[(0, 1.0)], [(1, 2.0)], [], [(3, 4.0)]])
-    parts, blocks = ({"model": torch.tensor(x)} for x in ([5.0, 6], [nan, 60]))
+    parts, blocks = ({"model": torch.tensor(x)} for x in ([5.0, 6], [math.nan, 60]))
     new = RawScores(parts, blocks, steps=[[(5, 5.0)], []])
     old.replace([1, 3], new)
     assert old.parts["model"].tolist() == [1, 5, 3, 6]
@@ -115,84 +130,64 @@ def test_some_raw_scores_are_replaced_by_hand():
     assert no_model.parts["function"].tolist() == [5, 7]
 
 
-def test_without_reasoning_only_the_whole_is_scored():
-    asked = []
-    reward = Reward({"model": (lambda c: asked.extend(c) or torch.ones(len(c)), 1.0)}, reasoning=False)
-    parts = reward(request_of(["p"], ["<answer>2</answer>"]))
-    assert {name: x.tolist() for name, x in parts.items()} == {"model": [1.0], "score": [1.0]}
-    assert asked == [("p", "<answer>2</answer>")]  # and not the answer block
+def close(one, other):
+    assert one.count == other.count
+    assert (one.mean, one.squares) == pytest.approx((other.mean, other.squares), rel=1e-12)
 
 
-def test_a_cut_response_pays_the_missing_eos_penalty():
-    reward = Reward(function=lambda *_: [1.0, 1.0], reasoning=False, missing_eos_penalty=0.75)
-    assert reward(request_of(["p", "p"], ["a", "b"], finished=[True, False]))["score"].tolist() == [1.0, 0.25]
+def test_running_stats_by_hand_and_however_the_numbers_are_split():
+    both = RunningStats.of(torch.tensor([1.0, 2.0, 6.0])) + RunningStats.of(torch.tensor([7.0]))
+    assert (both.count, both.mean, both.squares) == (4, 4.0, 26.0)  # 9 + 4 + 4 + 9
+    assert both.std == pytest.approx(math.sqrt(6.5))
+    assert both.scale(torch.tensor([4.0, 10.5])).tolist() == pytest.approx([0.0, 6.5 / math.sqrt(6.5)])
+    for scores in (torch.full((5,), 0.1), torch.tensor([7.0])):  # without spread
+        seen = RunningStats.of(scores) + RunningStats.of(scores)
+        assert seen.scale(scores).tolist() == [0.0] * len(scores)
+    whole = RunningStats.of(SCORES)
+    for cuts in ([8], [1] * 8, [5, 3]):
+        close(sum(map(RunningStats.of, SCORES.split(cuts)), RunningStats()), whole)
+    close(RunningStats.of(SCORES + 1e4), RunningStats(8, 10001.375, whole.squares))
+    assert RunningStats() + RunningStats() == RunningStats()
 
 
-def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path):
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    path = save_reward_dir(tmp_path, tokenizer, reward_offset=5.0)
-    reward_model = load_reward_model(path, CPU)
-    reward_model.max_length = 6
-    score = reward_model([("one two three", "four five four five two")])
-    ids = tokenizer("user one two three </s> assistant four five four five two </s>").input_ids
-    with torch.no_grad():
-        model = AutoModelForSequenceClassification.from_pretrained(path)
-        last, first = (model(torch.tensor([x])).logits.item() for x in (ids[-6:], ids[:6]))
-    assert score.item() == pytest.approx(last - 5.0, abs=1e-5)
-    assert abs(first - last) > 1e-3
+def test_normalised_scores_by_hand():
+    """The statistics are of whole responses; answer blocks are scaled with the same; weights come last."""
+    block = "a<answer>x</answer>"
+    table = {f"p: {block}": 10.0, "p: x": 30.0, "p: b": 20.0, "p: c": 30.0, "p: d": 100.0}
+    reward = Reward({"model": judging(table, 2.0)}, normalize=True)
+    first, later = (reward.raw_scores(tiny.request_of(["p"] * len(x), x)) for x in ([block, "b", "c"], ["d"]))
+    parts = reward.combine(first, ALONE)
+    close(reward.running["model"], RunningStats(3, 20.0, 200.0))
+    unit = math.sqrt(200 / 3)
+    assert parts["model"].tolist() == pytest.approx([2 * (-4 + 6) / unit, 0.0, 20 / unit])
+    assert parts["score"].equal(parts["format"] + parts["marks"] + parts["model"])
+    assert not reward.at_limit(first).any()  # -1.2 to 1.2
+    assert reward.at_limit(later).tolist() == [True]  # 9.8
+    assert reward.combine(later)["model"].tolist() == [6.0]  # as in evaluation: clipped to 3, then weighted
+    close(reward.running["model"], RunningStats(3, 20.0, 200.0))
+    reward.combine(later, ALONE)
+    close(reward.running["model"], RunningStats(4, 40.0, 5000.0))
 
 
-def test_the_critic_starts_from_no_model_with_fewer_embeddings_than_the_policy(classifier):
-    """Policies often have a few more embeddings than their tokenizer has ids, and can sample every one."""
-    reward = load_reward_model(classifier, CPU)
-    rows = len(reward.tokenizer)
-    for more, found in ((-1, reward.model), (0, reward.model), (1, None)):
-        policy = LlamaForCausalLM(llama_config(rows + more))
-        start = critic_start("auto", {"model": (reward, 1.0)}, policy, reward.tokenizer)
-        assert start == (found or policy, 1.0)
-    with pytest.raises(InputError, match=f"--critic_init reward: .*at least its {rows + 1} embeddings"):
-        critic_start("reward", {"model": (reward, 1.0)}, policy, reward.tokenizer)
-
-
-@pytest.mark.parametrize("kind", ["packed", "padded", "no pad token", "encoder"])
-def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkeypatch, kind):
-    """In an encoder all tokens see each other, so padding must be masked. A decoder that looks for its last
-    token by the pad token, and has none, gets one conversation at a time."""
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    if kind != "packed":
-        monkeypatch.setattr("trainer.rewards.reward_models.pack_sequences", lambda backbone: False)
-    save_reward_dir(tmp_path, tokenizer, pad_token_id=None if kind == "no pad token" else 1)
-    if kind == "encoder":
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-        more = {"num_labels": 1, "initializer_range": 0.5, "pad_token_id": 1, "architectures": None}
-        config = BertConfig(vocab_size=len(tokenizer), **sizes, **more)
-        BertForSequenceClassification(config).save_pretrained(tmp_path)
-    model = load_reward_model(str(tmp_path), CPU)
-    assert model.packs == (kind == "packed")
-    conversations = [("one", "two </s>"), ("one two three", "four"), ("five", "one two three four five")]
-    found = model(conversations).tolist()
-    peer = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    for pair, score in zip(conversations, found, strict=True):
-        (ids,) = conversation_ids(model.tokenizer, [pair])
-        with torch.no_grad():
-            assert score == pytest.approx(peer(torch.tensor([ids])).logits.item(), abs=1e-5)
-    assert max(found) - min(found) > 1e-3
-
-
-def test_remote_code_needs_permission_and_then_scores(remote):
-    with pytest.raises(InputError, match="--trust_remote_code"):
-        load_reward_model(remote, CPU)
-    model = load_reward_model(remote, CPU, trust_remote_code=True)
-    assert model([("one", "one two three"), ("two", "one")]).tolist() == [1.5, 0.5]
-
-
-def test_what_is_no_reward_model_is_refused(tmp_path):
-    save_policy_dir(tmp_path / "a causal LM", word_tokenizer(WORDS))
-    save_reward_dir(tmp_path / "two labels", word_tokenizer(WORDS), num_labels=2)
-    for name in ("missing", "a causal LM", "two labels"):
-        with pytest.raises(InputError, match="--reward_model"):
-            load_reward_model(str(tmp_path / name), CPU)
+def test_a_run_counts_each_response_once_and_shows_the_raw_scale(tmp_path):
+    """A batch whose reward function fails does not count: the resumed run equals one without failure."""
+    files = tiny.run_files(tmp_path, count=8)
+    files |= {"out_dir": tmp_path / "out", "run_name": "r", "batch_size": 4, "mini_batch_size": 4}
+    files |= {"max_gen_len": 4, "epochs": 9, "max_steps": 3, "critic_warmup_steps": 0, "normalize_reward": 1}
+    whole, failing = tmp_path / "combine.py", tmp_path / "failing.py"
+    failing.write_text(whole.read_text().replace("due = ", "assert calls < 3; due = "))
+    tiny.train(**files)
+    with pytest.raises(InputError, match="--reward_fn"):
+        tiny.train(**files | {"reward_fn": f"{failing}:score", "run_name": "f"})
+    tiny.train(**files | {"run_name": "f"}, resume="auto")
+    states = [
+        json.loads((tmp_path / "out" / name / "checkpoints" / "step_3" / "state.json").read_text())
+        for name in ("r", "f")
+    ]
+    assert states[0] == states[1]
+    lines = tiny.read_jsonl(tmp_path / "out/r/metrics.jsonl")[1:]
+    assert states[0]["raw_scores"]["model"]["count"] == 12
+    assert all("reward/score_raw" in line for line in lines)
 
 
 def test_specs_of_reward_models(tmp_path):
@@ -207,22 +202,202 @@ def test_specs_of_reward_models(tmp_path):
             parse_spec(f"a={weight}")
 
 
+def test_every_flag_reaches_the_reward():
+    wanted = {"missing_eos_penalty": 0.5, "repetition_penalty": 0.1, "length_reward": 0.2, "max_gen_len": 7}
+    wanted |= {"overlong_buffer": 3, "overlong_penalty": 0.4, "thinking_reward": 0.6}
+    argv = tiny.flags(**wanted, reward_timeout=9, normalize_reward=1, reasoning=0)
+    reward = load_reward(train_ppo.parse_args([*argv, "--reward_model"]), CPU, torch.float32)
+    wanted |= {"timeout": 9, "normalize": 1, "reasoning": 0, "server": None}
+    assert wanted.items() <= vars(reward).items()
+
+
 def test_training_with_several_reward_models(tmp_path):
-    files = run_files(tmp_path) | {"reward_fn": "", "run_name": "r", "out_dir": tmp_path / "out"}
-    tokenizer = word_tokenizer(list("abcdefgh"), chat=True)
-    more = save_reward_dir(tmp_path / "more", tokenizer, seed=9)
-    high = save_reward_dir(tmp_path / "high", tokenizer, reward_offset=-50.0)  # about 50 for every response
+    files = tiny.run_files(tmp_path) | {"reward_fn": "", "run_name": "r", "out_dir": tmp_path / "out"}
+    tokenizer = tiny.word_tokenizer(list("abcdefgh"), chat=True)
+    more = tiny.save_reward_dir(tmp_path / "more", tokenizer, seed=9)
+    high = tiny.save_reward_dir(
+        tmp_path / "high", tokenizer, reward_offset=-50.0
+    )  # about 50 for every response
     sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "critic_warmup_steps": 0}
     sizes["device"] = "cpu"
     reward_models = ["--reward_model", f"{files.pop('reward_model')}=0.5", f"{more}=2", f"{high}=0.1"]
-    argv = flags(**files, **sizes, max_steps=2, length_reward=0.1, repetition_penalty=0.3)
-    train_ppo.main([*argv, *reward_models])
-    for metrics in read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]:
+    argv = tiny.flags(**files, **sizes, max_steps=2, length_reward=0.1, repetition_penalty=0.3)
+    train_ppo.main([*argv, *reward_models, "--reward_dtype", "bfloat16"])
+    for metrics in tiny.read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]:
         parts = [metrics[name] for name in metric_names(PARTS, {name: [x] for name, x in metrics.items()})]
         names = ("model_reward", "model_more", "length_reward", "repetition")
         assert {f"reward/{name}" for name in names} <= metrics.keys()
         assert metrics["reward/score"] == pytest.approx(sum(parts), abs=1e-5)
         assert metrics["reward/at_limit"] == 1.0
+    with pytest.raises(InputError, match="--reward_dtype was 'bfloat16' and is now 'auto'"):
+        train_ppo.main([*argv, *reward_models, "--resume", "auto"])
     reward_models[2] = f"{more}=3"
     with pytest.raises(InputError, match=r"--reward_model .* does not hold what the run began with"):
-        train_ppo.main([*argv, *reward_models, "--resume", "auto"])
+        train_ppo.main([*argv, *reward_models, "--reward_dtype", "bfloat16", "--resume", "auto"])
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory):
+    """A model with code of its own, whose weights are in a file of torch's."""
+    path, by_hand, _ = save_old(tmp_path_factory.mktemp("remote") / "m")
+    (Path(path) / "model.safetensors").unlink()
+    torch.save(by_hand.state_dict(), Path(path) / "pytorch_model.bin")
+    return path
+
+
+def test_code_from_outside_needs_permission_and_weights_may_be_in_torchs_own_file(remote, tmp_path):
+    with pytest.raises(InputError, match="--trust_remote_code"):
+        load_reward_model(remote, CPU)
+    asked = [("a", "b c d"), ("e", "f")]
+    expected = load_reward_model(save_old(tmp_path / "m")[0], CPU, trust_remote_code=True)(asked)
+    assert load_reward_model(remote, CPU, trust_remote_code=True)(asked).equal(expected)
+
+
+def test_what_is_no_reward_model_is_refused(tmp_path):
+    tiny.save_policy_dir(tmp_path / "a causal LM", tiny.word_tokenizer(WORDS))
+    tiny.save_reward_dir(tmp_path / "two labels", tiny.word_tokenizer(WORDS), num_labels=2)
+    says = {
+        "missing": "no such folder here",
+        "a causal LM": "cannot be loaded: ",
+        "two labels": ": it has 2 labels",
+    }
+    for name, line in says.items():
+        with pytest.raises(InputError, match=f"--reward_model .*{line}"):
+            load_reward_model(str(tmp_path / name), CPU)
+
+
+def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path):
+    tokenizer = tiny.word_tokenizer(WORDS, chat=True)
+    path = tiny.save_reward_dir(tmp_path, tokenizer, reward_offset=5.0)
+    reward_model = load_reward_model(path, CPU)
+    reward_model.max_length = 6
+    score = reward_model([("one two three", "four five four five two")])
+    ids = tokenizer("user one two three </s> assistant four five four five two </s>").input_ids
+    with torch.no_grad():
+        model = T.AutoModelForSequenceClassification.from_pretrained(path)
+        last, first = (model(torch.tensor([x])).logits.item() for x in (ids[-6:], ids[:6]))
+    assert score.item() == pytest.approx(last - 5.0, abs=1e-5)
+    assert abs(first - last) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded", "no pad token", "encoder"])
+def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkeypatch, kind):
+    """In an encoder all tokens see each other, so padding must be masked. A decoder that looks for its last
+    token by the pad token, and has none, gets one conversation at a time."""
+    tokenizer = tiny.word_tokenizer(WORDS, chat=True)
+    if kind != "packed":
+        monkeypatch.setattr("trainer.rewards.reward_models.pack_sequences", lambda backbone: False)
+    tiny.save_reward_dir(tmp_path, tokenizer, pad_token_id=None if kind == "no pad token" else 1)
+    if kind == "encoder":
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        more = {"num_labels": 1, "initializer_range": 0.5, "pad_token_id": 1, "architectures": None}
+        config = T.BertConfig(vocab_size=len(tokenizer), **sizes, **more)
+        T.BertForSequenceClassification(config).save_pretrained(tmp_path)
+    model = load_reward_model(str(tmp_path), CPU)
+    assert model.packs == (kind == "packed")
+    conversations = [("one", "two </s>"), ("one two three", "four"), ("five", "one two three four five")]
+    found = model(conversations).tolist()
+    peer = T.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    for pair, score in zip(conversations, found, strict=True):
+        (ids,) = conversation_ids(model.tokenizer, [pair])
+        with torch.no_grad():
+            assert score == pytest.approx(peer(torch.tensor([ids])).logits.item(), abs=1e-5)
+    assert max(found) - min(found) > 1e-3
+
+
+def saved_in(folder, dtype, offset=0.0):
+    path = tiny.save_reward_dir(folder, tiny.word_tokenizer(WORDS, chat=True), layers=2)
+    model = T.AutoModelForSequenceClassification.from_pretrained(path).to(dtype)
+    model.config.reward_offset = offset
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
+def test_a_16_bit_checkpoint_stays_in_16_bits_and_scores_the_same(tmp_path, stored, products):
+    path = saved_in(tmp_path, stored, offset=0.25)
+    kept = load_reward_model(path, CPU, dtype=products, weights=stored)
+    wide = load_reward_model(path, CPU, dtype=products, weights=torch.float32)
+    assert kept.packs and wide.packs
+    types = {name: p.dtype for name, p in kept.model.named_parameters()}
+    assert types["model.embed_tokens.weight"] == types["model.layers.1.mlp.up_proj.weight"] == stored
+    assert types["score.weight"] == types["model.norm.weight"] == torch.float32
+    assert {p.dtype for p in wide.model.parameters()} == {torch.float32}
+    scores = wide(PAIRS)
+    assert kept(PAIRS).equal(scores)  # bit for bit
+    assert weights_hash(kept.model) == weights_hash(wide.model)
+    kept.packs = False  # as a model that cannot read packed rows
+    assert kept(PAIRS).allclose(wide(PAIRS), atol=1e-5 if products == torch.float32 else 2e-2)
+    kept.packs = True
+    for run in (torch.float32, products):  # rounding rounds nothing in a run of fp32, and never the head
+        round_frozen([kept.model], run)
+        dtype = kept.model.model.layers[0].mlp.up_proj.weight.dtype
+        assert dtype == (stored if run == torch.float32 else run)
+        assert kept.model.score.weight.dtype == torch.float32
+        assert kept(PAIRS).equal(scores)
+    for share in (False, True):
+        critic = CriticModel.from_model(kept.model, share, weight=-2.0)
+        assert {p.dtype for p in critic.parameters()} == {torch.float32}
+        assert kept(PAIRS).equal(scores)  # the reward model scores as before
+        assert critic.value_head.bias.item() == 0.5
+
+
+DTYPES = [  # (of the checkpoint, of products, asked for, of the weights)
+    (torch.float16, torch.float32, "auto", torch.float32),  # a CPU computes in fp32
+    (torch.float16, torch.bfloat16, "auto", torch.float16),
+    (torch.float32, torch.bfloat16, "auto", torch.float32),
+    (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("stored", "products", "asked", "dtype"), DTYPES)
+def test_weights_have_the_dtype_of_the_file_or_what_is_asked_for(tmp_path, stored, products, asked, dtype):
+    """Whether its config names it or not. The head computes in fp32, under autocast too: scores are finer
+    than bf16."""
+    path = saved_in(tmp_path, stored)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for _ in range(2):
+        model = load_reward_model(path, CPU, dtype=products, weights=asked)
+        inner = model.model.model
+        assert inner.embed_tokens.weight.dtype == inner.layers[0].mlp.up_proj.weight.dtype == dtype
+        config.pop("dtype", None)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    if dtype == torch.bfloat16:
+        kinds = inner.layers[0].mlp.up_proj, inner.embed_tokens, model.model.score
+        assert [type(kind) for kind in kinds] == [HalfLinear, HalfEmbedding, ScoreHead]
+    for model.packs in (True, False):
+        scores = model(PAIRS)
+        assert not scores.equal(scores.bfloat16().float())
+
+
+def test_the_critic_starts_with_weight_and_sign_on_the_demo():
+    """Its first values are weight * (score - offset), from the model with the largest weight."""
+    folder, tokenizer = str(DEMO["reward_model"]), load_tokenizer(DEMO["model"])
+    reward = load_reward_model(folder, CPU)
+    small = load_reward_model(folder, CPU)
+    policy = load_policy(DEMO["model"])
+    start, weight = critic_start("auto", {"a": (small, 0.5), "b": (reward, -0.7)}, policy, tokenizer)
+    assert (start, weight) == (reward.model, -0.7)
+    critic = CriticModel.from_model(start, weight=weight)
+    pair = ("What is two plus two?", "<answer>\nfour\n</answer>")
+    (ids,) = conversation_ids(reward.tokenizer, [pair])
+    place = max(i for i, token in enumerate(ids) if token != reward.pad_id)
+    with torch.no_grad():
+        value = critic(torch.tensor([ids]))[0, place].item()
+    assert value == pytest.approx(-0.7 * reward([pair]).item(), abs=1e-4)
+    assert critic_start("actor", {"b": (reward, -0.7)}, policy, tokenizer) == (policy, 1.0)
+
+
+def test_the_critic_starts_from_no_model_with_fewer_embeddings_than_the_policy(tmp_path):
+    """Policies often have a few more embeddings than their tokenizer has ids, and can sample every one."""
+    path = tiny.save_reward_dir(tmp_path, tiny.word_tokenizer(WORDS, chat=True))
+    reward = load_reward_model(path, CPU)
+    rows = len(reward.tokenizer)
+    for more, found in ((-1, reward.model), (0, reward.model), (1, None)):
+        policy = T.LlamaForCausalLM(tiny.llama_config(rows + more))
+        start = critic_start("auto", {"model": (reward, 1.0)}, policy, reward.tokenizer)
+        assert start == (found or policy, 1.0)
+    with pytest.raises(InputError, match=f"--critic_init reward: .*at least its {rows + 1} embeddings"):
+        critic_start("reward", {"model": (reward, 1.0)}, policy, reward.tokenizer)

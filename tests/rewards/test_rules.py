@@ -3,20 +3,10 @@
 import inspect
 
 import pytest
-from tiny import ROOT, read_jsonl, request_of, run_files, train, write_jsonl
+from tiny import ROOT
 
 from dataset.formats import to_prompt
-from trainer.rewards.combine import Reward
-from trainer.rewards.rules import (
-    answer_text,
-    exact_answer,
-    format_reward,
-    is_correct,
-    length_reward,
-    mark_reward,
-    overlong_penalty,
-    repetition_penalty,
-)
+from trainer.rewards import rules
 
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
 FORMS = [  # (response, reward of the format, of the marks)
@@ -34,81 +24,6 @@ FORMS = [  # (response, reward of the format, of the marks)
     ("2", 0.0, 0.0),
     ("", 0.0, 0.0),
 ]
-
-
-@pytest.mark.parametrize(("response", "form", "marks"), FORMS)
-def test_format_and_marks(response, form, marks):
-    assert (format_reward(response), mark_reward(response)) == (form, marks)
-
-
-def test_answer_text():
-    assert answer_text(GOOD) == "2"
-    assert answer_text("<answer>a</answer><answer>b</answer>") == "a"
-    assert answer_text("<answer>2") is None
-    assert is_correct(GOOD, " 2 ", reasoning=True)
-    assert not is_correct("2", "2", reasoning=True)
-    assert is_correct(" 2", "2", reasoning=False)
-
-
-def test_repetition_penalty():
-    assert repetition_penalty("a b c d e", 0.5) == 0.0
-    assert repetition_penalty("", 0.5) == repetition_penalty("a b", 0.5) == 0.0
-    assert repetition_penalty("a b c a b c", 0.5) == pytest.approx(0.25)  # 1 of 4 trigrams is a repetition
-    assert repetition_penalty("A, a, a, a, a, a", 0.5) == 0.5  # 7 of 9: more than half
-    assert repetition_penalty("x " * 100, 0.3) == 0.3
-
-
-def test_length_reward():
-    assert [length_reward("x" * n, 0.5) for n in (0, 19, 20, 800, 801)] == [-0.5, -0.5, 0.5, 0.5, -0.5]
-    assert length_reward("\n " + "x" * 19, 0.5) == -0.5  # spaces around it do not count
-    assert length_reward("x" * 800 + "\n", 0.5) == 0.5
-    reward = Reward(function=lambda *_: [0.0], reasoning=False, repetition_penalty=0.5, length_reward=0.25)
-    parts = {name: x.item() for name, x in reward(request_of(["p"], ["x " * 30])).items()}
-    assert parts == {"function": 0.0, "repetition": -0.5, "length_reward": 0.25, "score": -0.25}
-
-
-# The last tokens before --max_gen_len (DAPO's soft overlong punishment)
-
-
-def test_overlong_penalty():
-    """DAPO's own numbers: at most 20,480 tokens, the last 4,096 of them cost."""
-    wanted = {1: 0.0, 16_384: 0.0, 16_385: 1 / 4096, 18_432: 0.5, 20_479: 4095 / 4096, 20_480: 1.0}
-    for length, penalty in wanted.items():
-        assert overlong_penalty(length, 20_480, 4096, 1.0) == pytest.approx(penalty)
-    assert [overlong_penalty(n, 4, 2, 0.5) for n in (1, 2, 3, 4)] == [0.0, 0.0, 0.25, 0.5]
-    assert overlong_penalty(1, 4, 4, 1.0) == 0.25  # every token costs
-
-
-def test_it_is_added_to_the_penalty_of_a_missing_eos():
-    off = {"function": lambda *_: [1.0, 1.0, 1.0], "reasoning": False, "missing_eos_penalty": 2.0}
-    reward = Reward(**off, length_reward=0.25, max_gen_len=8, overlong_buffer=4, overlong_penalty=0.5)
-    parts = reward(request_of(["p"] * 3, ["r"] * 3, finished=[True, True, False], lengths=[3, 7, 8]))
-    assert parts["overlong"].tolist() == [0.0, -0.375, -0.5]
-    assert parts["score"].tolist() == [0.75, 0.375, -1.75]
-    assert reward.names == ["function", "length_reward", "missing_eos", "overlong", "score"]
-    for buffer, penalty in ((0, 1.0), (4, 0.0)):
-        assert "overlong" not in Reward(**off, overlong_buffer=buffer, overlong_penalty=penalty).names
-
-
-RECORDS = [  # written for this test, in the shape of GSM8K's files
-    {"question": "6 boxes of 12 eggs each?", "answer": "There are 6*12 = <<6*12=72>>72 eggs.\n#### 72"},
-    {
-        "question": "Bo sells 50 pens for $25 each and pays $10. How much is left?",
-        "answer": "50*25 = $<<50*25=1250>>1250.\n1250-10 = $<<1250-10=1240>>1240.\n#### 1,240",
-    },
-    {"question": "It is 3 degrees and falls by 5. What is it now?", "answer": "3-5 = <<3-5=-2>>-2\n#### -2"},
-]
-
-
-def test_the_reference_itself_is_right_and_another_number_wrong():
-    asked, answers = zip(*map(to_prompt, RECORDS), strict=True)
-    assert answers == ("72", "1240", "-2")
-    for responses in (answers, [record["answer"] for record in RECORDS]):
-        assert exact_answer(asked, responses, answers) == [1.0, 1.0, 1.0]
-    assert exact_answer(asked, ["#### 73", "#### 124", "#### 2"], answers) == [0.0, 0.0, 0.0]
-    assert exact_answer(asked, ["so 72", "$1,240.00", "it is -2."], answers) == [1.0, 1.0, 1.0]
-
-
 NUMBERS = [  # (response, answer, is it right?)
     ("12 + 60 = 72", "72", 1),
     ("<think>\n\\boxed{71}?\n</think>\n\nIt is 72.", "72", 1),  # a thought is no answer
@@ -136,29 +51,68 @@ NUMBERS = [  # (response, answer, is it right?)
     ("no idea", "72", 0),
     ("72", "72", 1),  # verl's ground truth
 ]
+DAPO = {
+    1: 0.0,
+    16_384: 0.0,
+    16_385: 1 / 4096,
+    18_432: 0.5,
+    20_479: 4095 / 4096,
+    20_480: 1.0,
+}  # its own numbers
+RULES = [  # (rule, its arguments, what it gives)
+    *((rules.format_reward, (text,), form) for text, form, _ in FORMS),
+    *((rules.mark_reward, (text,), marks) for text, _, marks in FORMS),
+    (rules.answer_text, (GOOD,), "2"),
+    (rules.answer_text, ("<answer>a</answer><answer>b</answer>",), "a"),
+    (rules.answer_text, ("<answer>2",), None),
+    (rules.is_correct, (GOOD, " 2 ", True), True),
+    (rules.is_correct, ("2", "2", True), False),
+    (rules.is_correct, (" 2", "2", False), True),
+    (rules.repetition_penalty, ("a b c d e", 0.5), 0.0),
+    (rules.repetition_penalty, ("", 0.5), 0.0),
+    (rules.repetition_penalty, ("a b", 0.5), 0.0),
+    (rules.repetition_penalty, ("a b c a b c", 0.5), 0.25),  # 1 of 4 trigrams is a repetition
+    (rules.repetition_penalty, ("A, a, a, a, a, a", 0.5), 0.5),  # 7 of 9: more than half
+    (rules.repetition_penalty, ("x " * 100, 0.3), 0.3),
+    *((rules.length_reward, ("x" * n, 0.5), -0.5) for n in (0, 19, 801)),
+    *((rules.length_reward, ("x" * n, 0.5), 0.5) for n in (20, 800)),
+    (rules.length_reward, ("\n " + "x" * 19, 0.5), -0.5),  # spaces around it do not count
+    (rules.length_reward, ("x" * 800 + "\n", 0.5), 0.5),
+    *((rules.overlong_penalty, (length, 20_480, 4096, 1.0), penalty) for length, penalty in DAPO.items()),
+    *(
+        (rules.overlong_penalty, (n, 4, 2, 0.5), penalty)
+        for n, penalty in enumerate((0.0, 0.0, 0.25, 0.5), 1)
+    ),
+    (rules.overlong_penalty, (1, 4, 4, 1.0), 0.25),  # every token costs
+    *((rules.exact_answer, (["q"], [text], [answer]), [right]) for text, answer, right in NUMBERS),
+]
 
 
-@pytest.mark.parametrize(("response", "answer", "right"), NUMBERS)
-def test_final_numbers(response, answer, right):
-    assert exact_answer(["q"], [response], [answer]) == [right]
+@pytest.mark.parametrize(("rule", "arguments", "wanted"), RULES)
+def test_rules(rule, arguments, wanted):
+    assert rule(*arguments) == pytest.approx(wanted)
+
+
+RECORDS = [  # written for this test, in the shape of GSM8K's files
+    {"question": "6 boxes of 12 eggs each?", "answer": "There are 6*12 = <<6*12=72>>72 eggs.\n#### 72"},
+    {
+        "question": "Bo sells 50 pens for $25 each and pays $10. How much is left?",
+        "answer": "50*25 = $<<50*25=1250>>1250.\n1250-10 = $<<1250-10=1240>>1240.\n#### 1,240",
+    },
+    {"question": "It is 3 degrees and falls by 5. What is it now?", "answer": "3-5 = <<3-5=-2>>-2\n#### -2"},
+]
+
+
+def test_the_reference_itself_is_right_and_another_number_wrong():
+    asked, answers = zip(*map(to_prompt, RECORDS), strict=True)
+    assert answers == ("72", "1240", "-2")
+    for responses in (answers, [record["answer"] for record in RECORDS]):
+        assert rules.exact_answer(asked, responses, answers) == [1.0, 1.0, 1.0]
+    assert rules.exact_answer(asked, ["#### 73", "#### 124", "#### 2"], answers) == [0.0, 0.0, 0.0]
+    assert rules.exact_answer(asked, ["so 72", "$1,240.00", "it is -2."], answers) == [1.0, 1.0, 1.0]
 
 
 def test_the_page_shows_the_function_as_it_is():
     page = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
-    assert inspect.getsource(exact_answer) in page
+    assert inspect.getsource(rules.exact_answer) in page
     assert "--reward_fn trainer/rewards/rules.py:exact_answer" in page
-
-
-def test_a_run_on_records_of_this_shape(tmp_path, capsys):
-    function = f"{ROOT}/trainer/rewards/rules.py:exact_answer"
-    path = write_jsonl(tmp_path / "train.jsonl", RECORDS * 2)
-    files = run_files(tmp_path) | {"reward_fn": function, "data_path": path, "eval_data_path": path}
-    files |= {"out_dir": tmp_path / "out", "run_name": "r"}
-    sizes = {"batch_size": 6, "mini_batch_size": 3, "max_gen_len": 4, "max_steps": 1}
-    train(**files, **sizes, critic_warmup_steps=0, reasoning=0)
-    assert read_jsonl(tmp_path / "out/r/metrics.jsonl")[1]["reward/function"] == 0.0
-    assert read_jsonl(tmp_path / "out/r/samples.jsonl")[0]["prompt"] in {r["question"] for r in RECORDS}
-    said = capsys.readouterr().out
-    assert "  held out at step 1: accuracy 0.000 | greedy 0.000 | " in said
-    assert "- No held-out answer was right, before or after (accuracy 0)." in said
-    assert "because eval/function was never above 0.000\n" in said
