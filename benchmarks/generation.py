@@ -213,11 +213,10 @@ def measure_peers(name, size, prompts, new_tokens, mean_length, device, dtype=to
     theirs = copy.deepcopy(base).to(dtype)
     peers = {"continuous batching": partial(continuous_rate, theirs, prompts, new_tokens)}
     pack_sequences(base.base_model)
+    ours = fast_dtype("auto", base.device)
     for parts in (["graphs"], ["kernels"], ["kernels", "graphs"]):
-        ours = fast_dtype("auto", base.device), len(prompts)
-        peers[f"without {' and '.join(parts)}"] = partial(
-            rate_without, parts, base, *ours, prompts, new_tokens
-        )
+        work = partial(rate_without, parts, base, ours, len(prompts), prompts, new_tokens)
+        peers[f"without {' and '.join(parts)}"] = work
     if mean_length is None and device != "cpu" and installed("vllm"):
         peers["vLLM"] = partial(vllm_rate, theirs, prompts, new_tokens)
     found = {f"{peer}, tokens/s": attempted(f"{name}, {size}, {peer}", work) for peer, work in peers.items()}

@@ -43,7 +43,7 @@ def test_generation_beside_generate(benchmark, monkeypatch):
 
 
 def test_other_peers_of_generation(benchmark):
-    """transformers' continuous batching and the engine without its parts; one that fails leaves the others."""
+    """transformers' continuous batching, and the engine without its parts. One that fails is a line."""
     generation = benchmark("generation")
     prompts = generation.make_prompts(3, 4, 4)
     found = generation.measure_peers("fixed", TINY, prompts, 5, None, "cpu", torch.float32)
