@@ -10,7 +10,7 @@ from tiny import tiny_llama
 
 from trainer.compute import fused_layers
 from trainer.compute.batching import Layout
-from trainer.compute.fused_layers import _layer_forward, attention_forward, fuse_layers, is_fused, mlp_forward
+from trainer.compute.fused_layers import attention_forward, fuse_layers, is_fused, layer_forward, mlp_forward
 from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
 from trainer.compute.scoring import pack_sequences, packed_states
 
@@ -60,7 +60,7 @@ def test_values_and_gradients_are_those_of_transformers(name):
     plain, fused = (build(KNOWN[name]).base_model for _ in range(2))
     assert pack_sequences(fused)
     layer = fused.layers[0]
-    assert is_fused(layer, _layer_forward)
+    assert is_fused(layer, layer_forward)
     assert is_fused(layer.self_attn, attention_forward)
     assert is_fused(layer.mlp, mlp_forward)
     assert "forward" in vars(layer.input_layernorm)
