@@ -26,6 +26,7 @@ from common import EOS, PAD, VOCABULARY, copy_rate, in_turns, installed, policy,
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from update import weights_per_token
 
+from errors import first_line
 from trainer.compute import kernels
 from trainer.compute.precision import fast_dtype, set_precision
 from trainer.compute.scoring import pack_sequences
@@ -117,7 +118,7 @@ def attempted(name, work):
         return work()
     except Exception as error:
         traceback.print_exc()
-        found = f"{type(error).__name__}: {error}"[:200]
+        found = f"{type(error).__name__}: {first_line(error)}"[:200]
     finally:
         gc.collect()  # a failure's traceback holds the peer's memory until here
         torch.cuda.empty_cache()

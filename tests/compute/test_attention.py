@@ -130,6 +130,12 @@ def test_flash_and_padded_attention_are_by_definition(heads, window, kernel, her
         out = function(*copies)
         results.append([out, *torch.autograd.grad(out.sin().sum(), copies)])
         assert bool(calls) == (device == "cpu")
+        nodes, kinds = [out.grad_fn], set()
+        for node in nodes:
+            nodes += [other for other, _ in node.next_functions if other]
+            kinds.add(node.name())
+        # Its gradient is a copy into zeros, once more as large as queries, keys and values
+        assert ("SelectBackward0" in kinds) == (function is exact)
     assert calls[-1] == (window - 1 if window else -1, 0)
     for found in results[1:]:
         for one, other in zip(results[0], found, strict=True):
