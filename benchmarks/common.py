@@ -74,7 +74,7 @@ def made(size, vocabulary, classifier=False, **more):
     )
     sizes = SIZES[size] if isinstance(size, str) else size
     ids = {"eos_token_id": EOS, "pad_token_id": PAD, "bos_token_id": None}
-    config = config_of(vocab_size=vocabulary, max_position_embeddings=1024, **sizes, **ids, **more)
+    config = config_of(vocab_size=vocabulary, max_position_embeddings=2048, **sizes, **ids, **more)
     return (scoring if classifier else causal)(config).eval()
 
 
@@ -214,10 +214,10 @@ def installed(name):
 
 
 def table(rows):
-    """Dicts with the same keys -> a Markdown table; without dicts, no text."""
+    """Dicts -> a Markdown table with all their keys; without dicts, no text."""
     if not rows:
         return ""
-    names = list(rows[0])
+    names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    lines += ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows]
+    lines += ["| " + " | ".join(str(row.get(name, "")) for name in names) + " |" for row in rows]
     return "\n".join(lines)

@@ -4,23 +4,29 @@ Both have the same model, prompts and lengths, and sample from the whole softmax
 early. "varying": each new token is an EOS with probability 1/32, so responses have 32 tokens on average, and
 128 at most. ``generate`` gets the batch size at which it is fastest. On a CPU it runs in fp32 or bf16,
 whichever is faster at fixed lengths, on a GPU in bf16; the engine runs in the type that ``--dtype auto``
-chooses. Where vLLM is installed and there is a GPU, it samples the same prompts, at fixed lengths.
+chooses. On a GPU there are more peers: the engine without its parts, transformers' continuous batching, and
+at fixed lengths vLLM where it is installed. One that fails is a line in the results, and the others go on.
 
 "of copy rate": the bytes that decoding has to read (every weight once a step, and the keys and values of the
 tokens before), as a share of what a large copy reads and writes in the same time.
 """
 
+import copy
+import gc
 import random
 import tempfile
 import time
+import traceback
 from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
 import torch
 from common import EOS, PAD, VOCABULARY, copy_rate, in_turns, installed, policy, show, spread, vocabulary_of
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from update import weights_per_token
 
+from errors import first_line
 from trainer.compute import kernels
 from trainer.compute.precision import fast_dtype, set_precision
 from trainer.compute.scoring import pack_sequences
@@ -30,6 +36,8 @@ from trainer.generation.kv_cache import bytes_per_token
 from trainer.generation.sampling import noise_keys
 
 REPETITIONS = 3
+LONGEST_SILENCE = 100  # seconds in which transformers' continuous batching has to finish some sequence
+WHOLE_SOFTMAX = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": PAD, "eos_token_id": EOS}
 DTYPES = ("float32", "bfloat16")  # generate is tried with each, on a CPU
 
 
@@ -48,9 +56,8 @@ def generate(model, prompts, batch_size, max_new_tokens):
         width = max(map(len, part))
         ids = torch.tensor([[PAD] * (width - len(p)) + p for p in part], device=model.device)
         real = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part], device=model.device)
-        options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": max_new_tokens}
         with torch.no_grad():
-            out = model.generate(ids, attention_mask=real, pad_token_id=PAD, eos_token_id=EOS, **options)
+            out = model.generate(ids, attention_mask=real, max_new_tokens=max_new_tokens, **WHOLE_SOFTMAX)
         responses = out[:, width:]
         ended = (responses == EOS).int()
         lengths = torch.where(ended.any(1), ended.argmax(1) + 1, responses.shape[1])
@@ -86,6 +93,39 @@ def rate_without(parts, base, dtype, slots, prompts, new_tokens):
         return round(tokens / (time.perf_counter() - start))
 
 
+def continuous_rate(model, prompts, new_tokens):
+    """Tokens per second of transformers' continuous batching with its defaults and room for all sequences:
+    one run after a warm-up. It samples from the same distribution as ``generate``."""
+    pages = sum(-(-(len(p) + new_tokens) // ContinuousBatchingConfig.page_size) for p in prompts)
+    manager = model.continuous_batching_context_manager(
+        generation_config=GenerationConfig(max_new_tokens=new_tokens, **WHOLE_SOFTMAX),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=pages, allow_block_sharing=False),
+    )
+    with manager as running:
+        for longest in (min(8, new_tokens), new_tokens):
+            start = time.perf_counter()
+            running.add_requests(prompts, max_new_tokens=longest)
+            found = [running.get_result(timeout=LONGEST_SILENCE) for _ in prompts]
+            seconds = time.perf_counter() - start
+            if bad := [x for x in found if x is None or x.error]:
+                raise RuntimeError(bad[0].error if bad[0] else "no answer")
+    return round(sum(len(x.generated_tokens) for x in found) / seconds)
+
+
+def attempted(name, work):
+    """What a peer found, or a line that says why it could not."""
+    try:
+        return work()
+    except Exception as error:
+        traceback.print_exc()
+        found = f"{type(error).__name__}: {first_line(error)}"[:200]
+    finally:
+        gc.collect()  # a failure's traceback holds the peer's memory until here
+        torch.cuda.empty_cache()
+    print(f"  {name}: {found}")
+    return found
+
+
 def best_generate(models, prompts, new_tokens, batch_sizes):
     """The (dtype, batch size) with which generate samples most tokens per second. First all dtypes are tried
     with the last batch size, then the other sizes with the best dtype."""
@@ -114,21 +154,19 @@ def needed_bytes(model, prompts, new_tokens, slots, bytes_each):
     return steps * weights + tokens * bytes_per_token(model.config, bytes_each)
 
 
-def vllm_rates(model, prompts, new_tokens, repetitions=REPETITIONS):
-    """Tokens per second of vLLM with its defaults, in bf16, on the same prompts."""
+def vllm_rate(model, prompts, new_tokens):
+    """Tokens per second of vLLM with its defaults, in bf16, on the same prompts: one run after a warm-up."""
     from vllm import LLM, SamplingParams
 
     params = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     with tempfile.TemporaryDirectory() as folder:
-        model.to(torch.bfloat16).save_pretrained(folder)
+        model.save_pretrained(folder)
         llm = LLM(folder, dtype="bfloat16", skip_tokenizer_init=True, gpu_memory_utilization=0.4)
-    rates = []
-    for _ in range(1 + repetitions):
+    for _ in range(2):
         start = time.perf_counter()
         found = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        tokens = sum(len(x.outputs[0].token_ids) for x in found)
-        rates.append(tokens / (time.perf_counter() - start))
-    return rates[1:]
+        seconds = time.perf_counter() - start
+    return round(sum(len(x.outputs[0].token_ids) for x in found) / seconds)
 
 
 def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, device, dtypes=DTYPES):
@@ -163,35 +201,46 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
         "generate tokens/s": spread(rates["generate"], 0),
         "ratio": spread(ratios, 2),
     }
-    if device != "cpu":
-        for parts in (["graphs"], ["kernels"], ["kernels", "graphs"]):
-            rate = rate_without(parts, base, ours, slots, prompts, new_tokens)
-            result[f"without {' and '.join(parts)}, tokens/s"] = rate
     if mean_length is None:
         needs = needed_bytes(base, prompts, new_tokens, slots, ours.itemsize)
         result["of copy rate"] = round(needs / min(seconds["engine"]) / copy_rate(device), 3)
-        if device != "cpu" and installed("vllm"):
-            del sampler, models
-            torch.cuda.empty_cache()
-            result["vLLM tokens/s"] = spread(vllm_rates(base, prompts, new_tokens), 0)
     return result
 
 
+def measure_peers(name, size, prompts, new_tokens, mean_length, device, dtype=torch.bfloat16):
+    """Tokens per second of the peers beside ``generate``, for the same case as ``measure``."""
+    set_precision("auto", torch.device(device))
+    base = policy(size, mean_length, vocabulary_of(size), device=device)
+    theirs = copy.deepcopy(base).to(dtype)
+    peers = {"continuous batching": partial(continuous_rate, theirs, prompts, new_tokens)}
+    pack_sequences(base.base_model)
+    ours = fast_dtype("auto", base.device)
+    for parts in (["graphs"], ["kernels"], ["kernels", "graphs"]):
+        work = partial(rate_without, parts, base, ours, len(prompts), prompts, new_tokens)
+        peers[f"without {' and '.join(parts)}"] = work
+    if mean_length is None and device != "cpu" and installed("vllm"):
+        peers["vLLM"] = partial(vllm_rate, theirs, prompts, new_tokens)
+    found = {f"{peer}, tokens/s": attempted(f"{name}, {size}, {peer}", work) for peer, work in peers.items()}
+    return {"case": name, "model": size, **found}
+
+
 def cases_of_gpu(sizes=("0.5B", "512x8"), device="cuda"):
-    """By worth: one length at both sizes; the lengths at which others publish rates, prompts of 100 to 1,024
-    tokens and responses of 562 in the mean; a step's batch of 256; short responses of varying length."""
-    found = []
+    """By worth: one length at both sizes; nano-vllm's workload, 256 prompts of 100 to 1,024 tokens and
+    responses of 562 in the mean (of at most 1,024: without that limit 760); a step's batch of 256; short
+    responses of varying length. Then the other peers of each."""
+    found, peers = [], []
     for name, size, count, shortest, longest, new_tokens, mean in (
         ("fixed", sizes[0], 128, 32, 32, 512, None),
         ("fixed", sizes[1], 128, 32, 32, 512, None),
-        ("long, varying", sizes[0], 256, 100, 1024, 1024, 562),
+        ("nano-vllm", sizes[0], 256, 100, 1024, 1024, 760),
         ("fixed, a batch", sizes[0], 256, 32, 32, 239, None),
         ("varying", sizes[1], 256, 16, 48, 128, 32),
     ):
         prompts = make_prompts(count, shortest, longest, vocabulary=vocabulary_of(size))
-        case = partial(measure, name, size, prompts, new_tokens, mean, [count], count, device, ["bfloat16"])
-        found.append(case)
-    return found
+        case = name, size, prompts, new_tokens, mean
+        found.append(partial(measure, *case, [count], count, device, ["bfloat16"]))
+        peers.append(partial(measure_peers, *case, device))
+    return found + peers
 
 
 def cases(device):
@@ -203,9 +252,10 @@ def cases(device):
 
 
 def rows(results):
-    for r in results:
-        cells = {k: f"{r[k]['median']:.0f}" for k in ("engine tokens/s", "generate tokens/s")}
-        setting = {k: r[k] for k in ("case", "model", "engine", "generate")}
-        found = {"ratio": show(r["ratio"]), "of copy rate": r.get("of copy rate", "")}
-        found |= {name: rate for name, rate in r.items() if name.startswith("without ")}
-        yield setting | cells | found | {"vLLM tokens/s": show(r.get("vLLM tokens/s"))}
+    cases = {}
+    for r in results:  # of a case those of its peers may follow
+        key = r["case"], r["model"]
+        cases[key] = cases.get(key, {}) | r
+    for r in cases.values():
+        rates = {k: f"{v['median']:.0f}" for k, v in r.items() if isinstance(v, dict)}
+        yield r | rates | ({"ratio": show(r["ratio"])} if rates else {})

@@ -37,6 +37,26 @@ def test_generation_beside_generate(benchmark, monkeypatch):
     assert found["of copy rate"] > 0
 
 
+def test_other_peers_of_generation(benchmark):
+    """transformers' continuous batching, and the engine without its parts. One that fails is a line."""
+    generation = benchmark("generation")
+    prompts = generation.make_prompts(3, 4, 4)
+    found = generation.measure_peers("fixed", TINY, prompts, 5, None, "cpu", torch.float32)
+    rates = {name: rate for name, rate in found.items() if name.endswith(", tokens/s")}
+    assert len(rates) == 4 and all(rate > 0 for rate in rates.values())
+    assert generation.attempted("a peer", lambda: 1 / 0) == "ZeroDivisionError: division by zero"
+    spread = {"median": 2.0, "least": 1.0, "most": 3.0}
+    ours = {"case": "fixed", "model": "a", "engine tokens/s": spread, "ratio": spread}
+    (row,) = generation.rows([ours, found | {"model": "a"}])
+    assert row == {
+        "case": "fixed",
+        "model": "a",
+        "engine tokens/s": "2",
+        "ratio": "2.0 (1.0 to 3.0)",
+        **rates,
+    }
+
+
 def test_what_decoding_reads_by_hand(benchmark):
     generation, common = benchmark("generation"), benchmark("common")
     model = common.policy(TINY, vocabulary=50)

@@ -8,6 +8,7 @@ import torch
 from tiny import flags
 
 from trainer import train_ppo
+from trainer.compute import scoring
 from trainer.compute.rollout_data import Rollout, length_mask
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
@@ -33,6 +34,17 @@ def filled_rollout(run, prompts, step=0):
     batch, metrics = train_ppo.collect(run, step, batches), Metrics()
     train_ppo.fill_rollout(run, step, batch, metrics)
     return batch.rollout, metrics
+
+
+def test_all_scoring_takes_the_micro_batches_of_the_plan(files, monkeypatch):
+    monkeypatch.setattr(scoring, "tokens_per_pass", lambda device: 1)
+    run, prompts = make_run(files)
+    run.progress.token_budget = 10_000
+    calls = []
+    for scorer in {*run.scorers.values(), run.value_scorer}:
+        scorer.register_forward_hook(lambda *given: calls.append(given))
+    filled_rollout(run, prompts)
+    assert len(calls) == 3  # reference, old actor and critic, once each
 
 
 def gradients(run, minibatch):

@@ -313,17 +313,18 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     new = batch.rollout
     new.scores = send(batch.scores["score"], new.tokens.device)
     new.step_rewards = step_rewards(batch, run.tokenizer)
+    budget = run.progress.token_budget  # of a micro-batch
     with run.host.on_device(run.old_actor, run.ref):
-        new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature)
+        new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature, budget)
         rollout = run.replay.join(new) if args.replay_batches else new
         if args.offline_data_path:
             # Nobody knows who wrote the answers; the reference counts as it: the ratio is actor / reference.
             rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
         else:
             scorer = run.scorers["old_actor"]
-            rollout.old_logprobs, entropy = score_policy(rollout, scorer, args.temperature)
+            rollout.old_logprobs, entropy = score_policy(rollout, scorer, args.temperature, budget)
     if run.critic:
-        rollout.values = score_values(rollout, run.value_scorer)
+        rollout.values = score_values(rollout, run.value_scorer, budget)
     rollout.importance_weights = ppo.importance_weights(
         rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask, args.importance_cap
     )

@@ -109,6 +109,11 @@ def test_packed_sequences_attend_as_each_does_alone_in_fp64(heads, groups, dim, 
     for function, kind_ in ((wanted, torch.float64), (ours, dtype)):
         leaves = [x.to(kind_, copy=True).requires_grad_() for x in rows]
         out = function(*leaves)
+        nodes = [out.grad_fn]
+        for node in nodes:
+            nodes += [other for other, _ in node.next_functions if other]
+        # Its gradient is a copy into zeros, once more as large as queries, keys and values.
+        assert function is wanted or "SelectBackward0" not in {node.name() for node in nodes}
         results.append([out, *torch.autograd.grad((out * upstream.to(kind_)).sum(), leaves)])
     assert bool(calls) == ("flash" in kind)
     if compiled:  # its arrays must fit on a thread's stack

@@ -12,7 +12,7 @@ from torch.nn.attention import varlen
 from trainer.compute import attention, fused_layers
 from trainer.compute.batching import Layout
 from trainer.compute.cpu import kernels
-from trainer.compute.fused_layers import _layer_forward, attention_forward, fuse_layers, is_fused, mlp_forward
+from trainer.compute.fused_layers import attention_forward, fuse_layers, is_fused, layer_forward, mlp_forward
 from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
 from trainer.compute.scoring import pack_sequences, packed_states, prepare_training
 
@@ -86,7 +86,7 @@ def test_values_and_gradients_are_those_of_padded_rows_and_of_transformers(name,
     assert pack_sequences(packed)
     layer, rows = packed.layers[0], []
     fused = name in KNOWN
-    assert is_fused(layer, _layer_forward) == is_fused(layer.self_attn, attention_forward) == fused
+    assert is_fused(layer, layer_forward) == is_fused(layer.self_attn, attention_forward) == fused
     assert is_fused(layer.mlp, mlp_forward) == ("forward" in vars(layer.input_layernorm)) == fused
     assert fused or not any("forward" in vars(module) for module in packed.modules())
     for net in (plain, packed):

@@ -97,3 +97,11 @@ def test_micro_batches_are_padded_on_the_right_and_come_back_in_row_order(monkey
     rollout.layout = SimpleNamespace(lengths=lengths)
     found = scoring.score_all(rollout, lambda rows: torch.full((len(rows), lengths[rows[0]]), rows[0] + 1.0))
     assert found.tolist() == [[1, 1, 1, 1], [2, 2, 0, 0], [3, 3, 3, 0]]
+    for budget, wanted in ((9, [3]), (3, [1, 1, 1])):  # what a plan allows, where that is more
+
+        def score(rows, sizes=(sizes := [])):
+            sizes.append(len(rows))
+            return torch.zeros(len(rows), 4)
+
+        scoring.score_all(rollout, score, token_budget=budget)
+        assert sizes == wanted

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ def gpu(monkeypatch):
     """The branches of a GPU, with its smallest shapes of steps."""
     sample_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(engine, "MIN_GRAPH_COLUMNS", 4)
+    monkeypatch.setattr(engine, "GRAPH_ROWS", 4)
     return monkeypatch
 
 
@@ -76,7 +78,7 @@ def test_captured_steps_sample_what_plain_steps_sample(model, gpu, slots):
     check()
     captured, engine_before = sampler.graphs.captured, sampler.engine
     rows, columns, temperatures = ({key[i] for key in captured} for i in range(3))
-    assert rows <= {1, 2, 4, 8, 16, min(slots, 24)}
+    assert rows <= {1, 2, *range(4, 25, 4), min(slots, 24)}
     assert len(rows) >= (3 if slots == 7 else 2)
     assert columns <= {4, 8, 16}
     assert temperatures == {1.0, 0.0}
@@ -143,6 +145,23 @@ def test_other_families_can_be_captured(name, gpu):
     assert found == plain(policy).responses()
     assert sampler.graphs.possible
     assert len(sampler.graphs.captured) >= 2
+
+
+def test_only_the_first_capture_has_a_step_that_may_wait(monkeypatch):
+    """The first step of all looks for kernels, which waits. Later captures warm up with one step."""
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: SimpleNamespace(wait_stream=print))
+    modes = ["default"]
+    names = {"current_device": lambda: 0, "current_stream": lambda: SimpleNamespace(wait_stream=print)}
+    names |= {"stream": contextlib.nullcontext, "get_sync_debug_mode": lambda: modes[-1]}
+    for name, value in (names | {"set_sync_debug_mode": modes.append}).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(CudaGraphs, "record", lambda self, step: lambda: None)
+    graphs, found = CudaGraphs(torch.device("cuda")), []
+    for key in (1, 2, 1):
+        graphs.run(key, lambda: found.append(modes[-1]), torch.zeros(1))
+    graphs.forget()
+    graphs.run(1, lambda: found.append(modes[-1]), torch.zeros(1))
+    assert found == ["default", "error", "error", "error"]
 
 
 class Waiting(torch.nn.Module):

@@ -104,10 +104,20 @@ KINDS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_families_sample_the_same(name, forced):
-    """With fused layers, and with masks where a model has its own."""
+def test_families_sample_the_same(name, forced, monkeypatch):
+    """With fused layers, which leave their last sum to the next one, and with masks where a model has its
+    own."""
     model = build(FAMILIES[name]())
+    left = []
+
+    def keeps(cache, delta, layer, keeps=kv_cache.KVCache.keeps):
+        kept = keeps(cache, delta, layer)
+        left.append((kept, layer, cache.positions is not None))
+        return kept
+
+    monkeypatch.setattr(kv_cache.KVCache, "keeps", keeps)
     wanted, _ = answers(model, torch.float32)
+    assert not [kept for kept, _, _ in left if kept]  # on a CPU, whose numbers are to stay
     forced()
     found, sampler = answers(model.to(DEVICE), torch.float32)
     cache, fused = sampler.engine.cache, FUSED[name]
@@ -116,6 +126,9 @@ def test_families_sample_the_same(name, forced):
     assert ("forward" in vars(rotary)) == cache.fused if rotary else not cache.fused
     assert found.responses() == wanted.responses()
     assert (found.sampler_logprobs.cpu() - wanted.sampler_logprobs).abs().max() < 1e-4
+    last = model.config.num_hidden_layers - 1
+    kept = {(layer, decodes) for kept, layer, decodes in left if kept}
+    assert kept == ({(layer, True) for layer in range(last)} if fused else set())
 
 
 def test_a_gpu_without_bf16_decodes_fused_in_fp16(forced):

@@ -50,7 +50,7 @@ def attention(
     window = kwargs.get("sliding_window")
     scaling = kwargs.get("scaling")
     if packing is not None:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # x[0]'s gradient is a copy
         out = _flash_attention(q, k, v, packing, window, scaling)
         if out is None:
             out = _padded_attention(q, k, v, packing, window, scaling)

@@ -26,7 +26,8 @@ from trainer.compute.precision import compute_dtype
 
 
 def _add_norm(x, delta, norm):
-    """-> (s, RMS norm y of s), s = x + delta: the step between attention and feed-forward. delta may be None.
+    """-> (s, RMS norm y of s), s = x + delta, or x where delta is None: the step between attention and
+    feed-forward.
 
     y = s r w with r = (mean(s^2) + eps)^-1/2, computed in fp32 and returned in the dtype of matrix products.
     """
@@ -52,7 +53,8 @@ def _add_norm(x, delta, norm):
         kernels.over_rows("rms_norm_backward", total, weight, r, grad, grad_total, grad_x, grad_delta, parts)
         return grad_x, grad_delta, parts.sum(0).to(weight.dtype)
 
-    return differentiable(forward, gradient, x, delta, norm.weight)
+    total, y = differentiable(forward, gradient, x, delta, norm.weight)
+    return x if delta is None else total, y
 
 
 def _norm_forward(norm, x):
@@ -152,13 +154,19 @@ def _heads(layer, x):
     return query, key, value
 
 
-def _layer_forward(layer, hidden_states, **kwargs):
-    """``forward`` of a decoder layer: y = x + attention(norm(x)) -> y + feed-forward(norm(y))."""
+def layer_forward(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """``forward`` of a decoder layer: y = x + attention(norm(x)) -> y + feed-forward(norm(y)). While a GPU
+    decodes, the next layer adds the last term (``KVCache.delta``): its norm does so in the same kernel."""
+    cache = kwargs.get("past_key_values")
 
     def forward(x):
-        out, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)
+        x, normed = _add_norm(x, getattr(cache, "delta", None), layer.input_layernorm)
+        out, _ = layer.self_attn(hidden_states=normed, **kwargs)
         x, normed = _add_norm(x, out, layer.post_attention_layernorm)
-        return x + layer.mlp(normed)
+        delta = layer.mlp(normed)
+        if getattr(cache, "fused", False) and cache.keeps(delta, layer.self_attn.layer_idx):
+            return x
+        return x + delta
 
     if layer.gradient_checkpointing and layer.training:  # as the replaced forward does
         return layer._gradient_checkpointing_func(forward, hidden_states)
@@ -169,7 +177,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "RMSNorm": _norm_forward,
     "MLP": mlp_forward,
     "Attention": attention_forward,
-    "DecoderLayer": _layer_forward,
+    "DecoderLayer": layer_forward,
 }
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
 KNOWN = {family + kind: forward for family in FAMILIES for kind, forward in FORWARDS.items()}

@@ -206,9 +206,11 @@ def score_all(
     score: Callable[[Rollout], Tensor],
     name: str = "log-probs",
     in_step: InStep | None = None,
+    token_budget: int = 0,
 ) -> Tensor:
     """Call ``score(rows of the rollout) -> [b, r]`` for each micro-batch -> [B, R], in row order; of several
-    numbers a token [n, b, r] -> [n, B, R]. name: of the progress bar; in_step: of a sharded scorer."""
+    numbers a token [n, b, r] -> [n, B, R]. name: of the progress bar; in_step: of a sharded scorer;
+    token_budget: of a micro-batch, where that is more than ``tokens_per_pass``."""
     found: dict[int, Tensor] = {}  # {row: its numbers}
     width = rollout.sampler_logprobs.shape[1]
 
@@ -218,23 +220,29 @@ def score_all(
         found.update(zip(rows, F.pad(part, (0, width - part.shape[-1])).unbind(-2), strict=True))
 
     lengths = rollout.layout.lengths
-    budget = tokens_per_pass(rollout.tokens.device)
+    budget = max(token_budget, tokens_per_pass(rollout.tokens.device))
     each_micro_batch(lengths, budget, fill, name, in_step)
     return torch.stack([found[row] for row in range(len(found))], -2)
 
 
-def score_policy(rollout: Rollout, scorer: PolicyScorer, temperature: float) -> Sequence[Tensor]:
+def score_policy(
+    rollout: Rollout, scorer: PolicyScorer, temperature: float, token_budget: int = 0
+) -> Sequence[Tensor]:
     """Log-probs [B, R] of the sampled tokens under a ``PolicyScorer``, and its entropies before them."""
 
     def score(rows):
         return torch.stack(scorer(rows.tokens, rows.layout, temperature)[:2])
 
-    return score_all(rollout, score, in_step=scorer.in_step).unbind()
+    return score_all(rollout, score, in_step=scorer.in_step, token_budget=token_budget).unbind()
 
 
-def score_values(rollout: Rollout, scorer: ValueScorer) -> Tensor:
+def score_values(rollout: Rollout, scorer: ValueScorer, token_budget: int = 0) -> Tensor:
     """Values [B, R] of the states before the sampled tokens, from a ``ValueScorer``."""
-    return score_all(rollout, lambda rows: scorer(rows.tokens, rows.layout)[0], "values", scorer.in_step)
+
+    def score(rows):
+        return scorer(rows.tokens, rows.layout)[0]
+
+    return score_all(rollout, score, "values", in_step=scorer.in_step, token_budget=token_budget)
 
 
 def score_learned(

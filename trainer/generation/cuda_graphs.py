@@ -32,6 +32,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self.asynchronous = device.type == "cuda"
         self.possible = self.asynchronous
+        self.known = False  # whether a step of this model has been captured before
         self.forget()
 
     def forget(self) -> None:
@@ -50,6 +51,7 @@ class CudaGraphs:
             try:
                 self.warm_up(step)
                 self.captured[key] = self.record(step)
+                self.known = True
             except RuntimeError as error:
                 if is_out_of_memory(error):  # the sampler starts again with fewer slots, and with graphs
                     raise
@@ -60,14 +62,15 @@ class CudaGraphs:
         self.captured.get(key, step)()
 
     def warm_up(self, step: Step) -> None:
-        """Run ``step`` twice on the stream of captures. In the first run, kernels are compiled and libraries
-        allocate their memory. The second must not wait for the GPU: RuntimeError if it does."""
+        """Run ``step`` on the stream of captures: kernels are compiled, and libraries allocate their memory.
+        It must not wait for the GPU: RuntimeError if it does. The first step of all may, and runs again."""
         side = capture_stream(torch.cuda.current_device())
         current = torch.cuda.current_stream()
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
-                step()
+                if not self.known:
+                    step()
                 with waiting_is_an_error():
                     step()
         finally:

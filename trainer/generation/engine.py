@@ -35,6 +35,7 @@ CACHE_BYTES = 4 << 30  # at most this much memory for their keys and values, whe
 COMPACT_AT = 8
 STEPS_PER_CHECK = 8  # on a GPU, decoding steps between two checks for finished sequences, which wait for it
 MIN_GRAPH_COLUMNS = 128  # the least columns of a captured step; more double them
+GRAPH_ROWS = 32  # rows of a captured step: a power of 2 up to here, above it a multiple
 # On a CPU, decoded rows and the head's come in multiples of 8: in fp32, products of fewer rows may round
 # differently, and in bf16 oneDNN compiles code for each new shape
 ROW_MULTIPLE = 8
@@ -245,7 +246,7 @@ class Engine:
         rows = min(self.slots, self.live + -self.live % ROW_MULTIPLE)
         if self.graphs.asynchronous:
             steps = STEPS_PER_CHECK
-            rows = _bucket(self.live, 1, self.slots)
+            rows = min(self.slots, self.live + -self.live % _bucket(self.live, 1, GRAPH_ROWS))
         least = self.cache.width if self.cache.fused else MIN_GRAPH_COLUMNS
         for _ in range(steps):
             self.longest = columns = min(self.longest + 1, self.cache.width)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from trainer.compute.attention import ATTENTION, hidden_places
-from trainer.compute.fused_layers import attention_forward, is_fused
+from trainer.compute.fused_layers import attention_forward, is_fused, layer_forward
 from trainer.compute.kernels import kernels_of
 
 # Kinds of rotary positions whose angles depend on a token's own position alone. Those of "dynamic" and
@@ -56,9 +56,12 @@ class KVCache(Cache):
         self.slots = slots
         kernels: Any = kernels_of(model.device.type)
         self.kernels = kernels
-        layers = [module for module in model.modules() if is_fused(module, attention_forward)]
         able = kernels is not None and model.dtype in kernels.TYPES
-        self.fused = able and len(layers) == model.config.num_hidden_layers
+        for forward in (attention_forward, layer_forward):
+            count = sum(is_fused(module, forward) for module in model.modules())
+            able = able and count == model.config.num_hidden_layers
+        self.fused = able
+        self.delta: Tensor | None = None  # what the next layer has still to add to the states
         # Where torch decodes on a CPU, its products of cache slices are slower in bf16 and copy the slices.
         ours = self.config._attn_implementation == ATTENTION and model.device.type == "cpu"
         self.dtype = torch.float32 if ours and not self.fused else model.dtype
@@ -82,6 +85,7 @@ class KVCache(Cache):
         transformers would make a mask."""
         self.positions = positions
         self.longest = longest
+        self.delta = None
         if self.fused:
             return positions.view(-1, 1, 1, 1)
         behind = positions[:, None] - self.numbers[:longest]  # how far back a column lies, [n, longest]
@@ -142,6 +146,14 @@ class KVCache(Cache):
         return self.kernels.decode_attention(
             joint, cos, sin, norms, eps, self.positions, keys, values, window, layer.scaling
         )
+
+    def keeps(self, delta: Tensor, layer: int) -> bool:
+        """Keep what this layer adds to the states as ``delta``, for the next one to add -> whether it is
+        kept: on a GPU, while it decodes, if there is a next one."""
+        kept = self.block is None and self.positions is not None
+        kept = kept and layer + 1 < self.config.num_hidden_layers
+        self.delta = delta if kept else None
+        return kept
 
     def move(self, source: Tensor, target: Tensor | slice, longest: int) -> None:
         """Copy the sequences in slots ``source`` [k] to slots ``target`` [k], up to column ``longest``."""
