@@ -11,9 +11,8 @@ import subprocess
 import pytest
 import torch
 from forks import Forked
-from tiny import LINUX, PYTHON, ROOT, llama_config, save_policy_dir, tiny_llama, user, word_tokenizer
+from tiny import LINUX, PYTHON, ROOT, save_policy_dir, tiny_llama, user, word_tokenizer
 from tiny_tokenizers import TOKENIZERS
-from transformers import LlamaForCausalLM
 
 import chat
 from dataset.chat_template import set_system_prompt
@@ -31,14 +30,8 @@ CPU = torch.device("cpu")
 
 def talker(tokenizer, seed=1, positions=256):
     """A Llama whose greedy answers use many different tokens; with tied weights they would not."""
-    config = llama_config(len(tokenizer), layers=2)
-    config.tie_word_embeddings, config.max_position_embeddings = False, positions
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(8.0 if p.dim() == 2 else 1.0)
-    return model
+    more = {"layers": 2, "tie_word_embeddings": False, "max_position_embeddings": positions}
+    return tiny_llama(len(tokenizer), seed, spread=8.0, **more)
 
 
 TOKENIZER = word_tokenizer(WORDS, chat=True)
