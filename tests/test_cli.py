@@ -108,7 +108,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("critic from none", FROM_NONE, "--critic_init"),
     ("no such GPU", {"device": "cuda:7"}, "--device cuda:7"),
     ("no such device", {"device": "toaster"}, "--device toaster"),
-    ("another device of torch", {"device": "mps"}, "--device mps: "),
+    ("another device of torch", {"device": "mps"}, "only cpu and cuda"),
     ("another device, its remedy", {"device": "meta"}, "--device cpu"),
     ("a folder that is a file", {"out_dir": "{}/text.jsonl"}, "--out_dir"),
     ("a run folder that is a file", {"out_dir": "{}", "run_name": "text.jsonl"}, "--run_name"),

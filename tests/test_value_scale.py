@@ -148,11 +148,14 @@ def test_what_advantages_are_divided_by():
     follows = (0.9 * 0.09 + 0.1 * 0.36) ** 0.5
     assert scale.unit(0.0, False) == pytest.approx(follows)
     assert math.isnan(scale.unit(math.nan, True)) and scale.unit(math.inf, True) == math.inf
-    restored = AdvantageScale()
-    restored.load_state_dict(scale.state_dict())
+    small, restored = AdvantageScale(), AdvantageScale()
+    for each in (small, restored):
+        each.load_state_dict(scale.state_dict())
+    assert small.unit(0.003, True) == pytest.approx(0.1 * follows)
     for each in (scale, restored):
-        assert each.unit(0.003, True) == pytest.approx(0.1 * follows)
+        assert each.unit(1.0, True) == 1.0
     assert restored.state_dict() == scale.state_dict()
+    assert scale.variance == pytest.approx(0.9 * follows**2 + 0.1)  # in full: the batch before was large too
 
 
 @pytest.mark.parametrize(

@@ -43,16 +43,10 @@ def word_tokenizer(words, chat=False):
 
 
 def llama_config(vocab_size, hidden=32, layers=1, **more):
-    sizes = {"intermediate_size": 2 * hidden, "num_attention_heads": 2, "num_key_value_heads": 1}
-    ids = {"pad_token_id": 0, "eos_token_id": 0, "bos_token_id": None}
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-        **{**sizes, **ids, **more},
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    ids = {"pad_token_id": 0, "eos_token_id": 0, "bos_token_id": None, "tie_word_embeddings": True}
+    return LlamaConfig(**{"vocab_size": vocab_size, **sizes, **ids, **more})
 
 
 def tiny_llama(vocab_size, seed=0, spread=1.0, **more):
