@@ -77,10 +77,10 @@ def _ragged(lengths):
 
 
 class Layout:
-    """The places of B sequences: of all their N tokens, and of the M tokens whose predictions are wanted.
+    """The places of B sequences: of all their N tokens, and of the M states whose predictions are wanted.
 
-    lengths: B ints. wanted: the M places among the N tokens, none of them at the start of a sequence, because
-    nothing predicts it. response: see ``of_responses``. The tensors are on the device.
+    lengths: B ints. predicted_by: the M places among the N tokens, none of them at the end of a sequence: its
+    state predicts no token. response: see ``of_responses``. The tensors are on the device.
     """
 
     shape = (0, 0)  # of a layout ``of_responses``: B, and R, the longest response
@@ -90,7 +90,7 @@ class Layout:
     def __init__(
         self,
         lengths: Iterable[int],
-        wanted: Sequence[int] | np.ndarray = (),
+        predicted_by: Sequence[int] | np.ndarray = (),
         device: torch.device | str = "cpu",
         response: Sequence[int] | np.ndarray = (),
     ) -> None:
@@ -98,15 +98,14 @@ class Layout:
         self.longest = max(self.lengths)
         row, position = _ragged(self.lengths)
         starts = np.cumsum([0, *self.lengths])
-        wanted = np.asarray(wanted, np.int64)
-        arrays = [starts, self.lengths, row, position, row[wanted], position[wanted], wanted - 1, response]
+        arrays = [starts, self.lengths, row, position, predicted_by, response]
         joint = torch.from_numpy(np.concatenate(arrays).astype(np.int64))
         tensors = send(joint, device).split([len(x) for x in arrays])  # one copy to the device
         # [B + 1] the first place of each sequence and the end; [B]; [N] of each token in right-padded rows
         self.starts, self.length, self.row, self.position = tensors[:4]
-        # [M] of each wanted token in these rows; the place among the N tokens of the state that predicts it;
-        # with responses, its place in [B, R], flat
-        self.wanted_row, self.wanted_position, self.predicted_by, self.response = tensors[4:]
+        # [M] the place among the N tokens of the state that predicts each wanted token, which is the next;
+        # with responses, the token's place in [B, R], flat
+        self.predicted_by, self.response = tensors[4:]
 
     @classmethod
     def of_responses(
@@ -119,7 +118,7 @@ class Layout:
         row, column = _ragged(count)
         first = (prompt + count).cumsum() - count  # of each response, among the N tokens
         width = max(response_len)
-        layout = cls(prompt + count, first[row] + column, device, row * width + column)
+        layout = cls(prompt + count, first[row] + column - 1, device, row * width + column)
         layout.prompt_len = prompt_len
         layout.response_len = response_len
         layout.shape = len(prompt), width

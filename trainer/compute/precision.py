@@ -177,7 +177,7 @@ class LossScale:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """-> the loss to call ``backward`` on."""
-        return loss * self.value
+        return loss * self.value if self.active else loss
 
     def unscale(self, model: nn.Module) -> None:
         """Divide a model's gradients by the scale, in place."""

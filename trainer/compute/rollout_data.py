@@ -70,9 +70,8 @@ class Rollout:
         """(tokens, layout): the inputs of a scorer."""
         return self.tokens, self.layout
 
-    def rows(self, index: Iterable[int]) -> "Rollout":
-        """-> a rollout of these rows only (list of int), cut to the longest of them. Waits for no GPU."""
-        rows = list(index)
+    def rows(self, rows: Sequence[int]) -> "Rollout":
+        """-> a rollout of these rows only, cut to the longest of them. Waits for no GPU."""
         device = self.tokens.device
         prompt_len = [self.layout.prompt_len[row] for row in rows]
         response_len = [self.layout.response_len[row] for row in rows]

@@ -173,7 +173,7 @@ class PolicyScorer(_Scorer):
         forbid_ = None
         if self.early_ends and layout.shape[1]:  # --min_gen_len is not for demonstrations
             forbid_ = self.early_ends.of(layout)
-        targets = tokens[layout.wanted_row, layout.wanted_position]
+        targets = tokens[layout.row, layout.position][layout.predicted_by + 1]
         with autocast(tokens.device, self.dtype):
             states, balance = packed_states(self.model.base_model, tokens, layout)
             states = states.index_select(0, layout.predicted_by)
@@ -252,6 +252,6 @@ def score_learned(
     temperature 1. items: of ``SFTDataset``, (token ids, mask); the first token is never learned: nothing
     predicts it."""
     tokens, _ = pad_right([ids for ids, _ in items], scorer.model.device)
-    learned = np.flatnonzero(np.concatenate([[0, *mask[1:]] for _, mask in items]))
-    logprobs, _, balance = scorer(tokens, Layout([len(ids) for ids, _ in items], learned, tokens.device))
+    states = np.flatnonzero(np.concatenate([[*mask[1:], 0] for _, mask in items]))  # each predicts the next
+    logprobs, _, balance = scorer(tokens, Layout([len(ids) for ids, _ in items], states, tokens.device))
     return logprobs, balance

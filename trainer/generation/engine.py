@@ -322,8 +322,10 @@ class Engine:
 
     def rollout(self) -> Rollout:
         """-> ``Rollout``: each response directly behind its prompt in tokens [B, T]; all right-padded."""
-        results = (self.tokens, self.logprobs, self.response_len, self.finished)
-        return as_rollout(self.prompt_ids, *(x[: len(self.prompt_ids)] for x in results))
+        n = len(self.prompt_ids)
+        return as_rollout(
+            self.prompt_ids, self.tokens[:n], self.logprobs[:n], self.response_len[:n], self.finished[:n]
+        )
 
 
 def _bucket(n, least, most):
