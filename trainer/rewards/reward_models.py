@@ -136,26 +136,21 @@ def score_packed(
     classifier: PreTrainedModel, conversations: list[list[int]], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lists of ids -> (scores [B] of a classifier with a linear head, in fp32 whatever the mixed precision;
-    what ``packed_states`` gives: states, balance loss). dtype: of autocast."""
+    what ``packed_states`` gives: states, balance loss). dtype: of autocast.
+
+    A score is read at a sequence's last token that is not the pad token, as in transformers. Models whose pad
+    token is their EOS were trained that way as well."""
     tokens, lengths = pad_right(conversations, classifier.device)
     layout = Layout(map(len, conversations), device=tokens.device)
     with autocast(tokens.device, dtype):
         states, balance = packed_states(classifier.base_model, tokens, layout)
-    last = states[score_places(tokens, lengths, classifier.config.pad_token_id)]
-    return classifier.get_submodule("score")(last).squeeze(-1), states, balance
-
-
-def score_places(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tensor:
-    """The places [B] among the packed tokens of [B, T] at which a classifier reads its scores.
-
-    They are at each sequence's last token that is not the pad token, as in transformers. Models whose pad
-    token is their EOS were trained that way as well.
-    """
     counts = length_mask(lengths, tokens.shape[1])
+    pad_id = classifier.config.pad_token_id
     if pad_id is not None:
         counts &= tokens != pad_id
     last = (counts * torch.arange(tokens.shape[1], device=tokens.device)).argmax(1)
-    return lengths.cumsum(0) - lengths + last
+    scores = classifier.get_submodule("score")(states[layout.starts[:-1] + last])
+    return scores.squeeze(-1), states, balance
 
 
 class RemoteRewardModel(RewardModel):

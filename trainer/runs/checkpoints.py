@@ -57,7 +57,6 @@ def save(run: Run) -> None:
         with world.all_or_none(), writing(temporary):
             if world.is_main:
                 _write_states(temporary, run)
-                _seal(temporary)
                 move(temporary, place)
                 for path in list_checkpoints(run.folder)[: -run.args.keep_checkpoints]:
                     shutil.rmtree(path)
@@ -84,6 +83,7 @@ def _numbered(run: Run, name: str) -> list[nn.Parameter]:
 
 
 def _write_states(folder: Path, run: Run) -> None:
+    """Write what is besides weights and moments, then the checksums of all files; flush all to the disk."""
     state = asdict(run.progress)
     for name, holder in run.states.items():
         kept = holder.state_dict()
@@ -92,10 +92,6 @@ def _write_states(folder: Path, run: Run) -> None:
         else:
             state[name] = kept
     (folder / "state.json").write_text(json.dumps(state), "utf-8")
-
-
-def _seal(folder: Path) -> None:
-    """Write the checksums of all files in a folder, and flush all to the disk."""
     lines = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / SUMS).write_bytes("".join(lines).encode())  # sha256sum reads no other ends of lines
     for path in folder.iterdir():
