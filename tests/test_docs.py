@@ -78,23 +78,17 @@ def test_the_metrics_page_names_every_metric_of_a_run_and_no_other(tmp_path):
     answered = [{"prompt": r["prompt"], "answer": "a"} for r in read_jsonl(files["data_path"])]
     pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     more = {"ptx_data_path": write_jsonl(tmp_path / "texts.jsonl", [{"text": "a b"}])}
-    more |= {
-        "eval_data_path": write_jsonl(tmp_path / "e.jsonl", answered),
-        "eval_reward_fn": files["reward_fn"],
-    }
+    more["eval_data_path"] = write_jsonl(tmp_path / "e.jsonl", answered)
+    more["eval_reward_fn"] = files["reward_fn"]
     logged = {"model": files["model"], "offline_data_path": pairs, "eval_data_path": pairs, "epochs": 9}
     options = """--normalize_reward 1 --reasoning 1 --length_reward 0.5 --repetition_penalty 0.5 --kl_target 1
         --num_generations 2 --filter_groups 1 --entropy_top 0.5 --ema_beta 0.9 --eval_interval 1"""
+    both = """ --max_steps 2 --batch_size 4 --mini_batch_size 4 --max_gen_len 4 --critic_warmup_steps 0
+        --dtype float16"""  # which has a loss scale
     found = set()
     for given, flagged in ((files | more, options), (logged, "--eval_interval 1")):
-        sizes = "--max_steps 2 --batch_size 4 --mini_batch_size 4 --max_gen_len 4 --critic_warmup_steps 0"
         out = tmp_path / f"out{len(found)}"
-        argv = [
-            *flags(**given, out_dir=out, dtype="float16"),
-            *sizes.split(),
-            *flagged.split(),
-        ]  # a loss scale
-        train_ppo.main(argv)
+        train_ppo.main([*flags(**given, out_dir=out), *(flagged + both).split()])
         found |= {name for line in read_jsonl(out / "run_1/metrics.jsonl") for name in line}
     found = {re.sub("^ema/", "eval/", name).removesuffix("_greedy") for name in found} - {"step"}
     assert len(found) > 40
@@ -143,9 +137,7 @@ def test_the_readmes_agree_and_have_the_figures_of_the_demo():
     runs = json.loads((ROOT / "benchmarks/results/demo.json").read_text(encoding="utf-8"))["runs"]
     run = next(run for run in runs if run["seed"] == 42)  # the default, so what `make train` does
     names = ["accuracy", "format_rate", "score", "length", "finished"]
-    wanted = [
-        run[when][f"{x}{kind}"] for x in names for kind in ("", "_greedy") for when in ("before", "after")
-    ]
+    wanted = [run[when][x + kind] for x in names for kind in ("", "_greedy") for when in ("before", "after")]
     english, chinese = TEXTS["README.md"], TEXTS["README_zh.md"]
     for text in (english, chinese):
         cells = re.findall(r"(?<=\| )(?:\*\*)?(\d+\.\d{3})(?:\*\*)? (?=\|)", text.split("## ")[1])
@@ -190,9 +182,8 @@ def test_commands_run_where_all_their_files_are_there(tmp_path, monkeypatch, cap
 
 def test_the_reward_functions_of_the_page_score_as_it_says(tmp_path):
     found = {}
-    for name, code in re.findall(
-        r"```\n# \w+\.py +--reward_fn \w+\.py:(\w+)\n(.*?)```", page("rewards"), re.DOTALL
-    ):
+    start = r"```\n# \w+\.py +--reward_fn \w+\.py:"
+    for name, code in re.findall(rf"{start}(\w+)\n(.*?)```", page("rewards"), re.DOTALL):
         (tmp_path / "mine.py").write_text(code)
         found[name] = runpy.run_path(str(tmp_path / "mine.py"))[name]
     assert found["score"](["q"] * 3, ["it is 5", "6", "5"], ["5", "5", None]) == [1.0, 0.0, 0.0]

@@ -21,14 +21,12 @@ dataset.demo
 """
 LEVEL_OF = {room: level for level, line in enumerate(LEVELS.split("\n")) for room in line.split()}
 SPECIAL = ("__init__", "__call__", "__len__", "__getitem__", "__iter__")  # what users of a class call
-PATHS = [
-    *ROOT.glob("*.py"),
-    *(path for room in ("model", "dataset", "trainer") for path in (ROOT / room).rglob("*.py")),
-]
+PLACES = ("*.py", "model/**/*.py", "dataset/**/*.py", "trainer/**/*.py")
 # {module: its tree}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text(encoding="utf-8"))
-    for path in PATHS
+    for place in PLACES
+    for path in ROOT.glob(place)
 }
 
 
