@@ -1,6 +1,5 @@
 """token_logprobs: log-probs, entropies and their gradients, without ever holding all logits of a batch."""
 
-import math
 import weakref
 
 import pytest
@@ -46,30 +45,6 @@ def sizes(request, monkeypatch):
         chunks(monkeypatch, 7 * 50, 0 if "again" in request.param else 1 << 20)
 
 
-def head_of(rows, bias=None):
-    """A head that maps the state (1,) to the given logits."""
-    head = torch.nn.Linear(1, len(rows), bias=bias is not None)
-    head.weight.data = torch.tensor(rows)[:, None]
-    if bias is not None:
-        head.bias.data = torch.tensor(bias)
-    return head
-
-
-@pytest.mark.parametrize(
-    ("head", "temperature", "p"),
-    [
-        (head_of([0.0, math.log(3.0)]), 1.0, 0.75),
-        (head_of([0.0, math.log(3.0)]), 0.5, 0.9),  # softmax(log p / 0.5) is p^2 normalised: (1, 9) / 10
-        (head_of([0.0, 0.0], bias=[0.0, math.log(3.0)]), 0.5, 0.9),  # a bias acts like a weight
-        (head_of([0.0, 0.0], bias=[-torch.inf, 0.0]), 1.0, 1.0),
-    ],
-)
-def test_by_hand(head, temperature, p):
-    logs, entropy = token_logprobs(head, torch.ones(1, 1), torch.tensor([1]), temperature)
-    assert logs.item() == pytest.approx(math.log(p))
-    assert entropy.item() == pytest.approx(-sum(x * math.log(x) for x in (p, 1 - p) if x), abs=1e-7)
-
-
 def draw(spread=1.0, bias=True, size=50):
     """A head of ``size`` tokens whose logits vary by ``spread``, 33 states, targets, upstream gradients."""
     torch.manual_seed(0)
@@ -79,25 +54,25 @@ def draw(spread=1.0, bias=True, size=50):
     return head, states, torch.randint(size, (33,)), torch.randn(2, 33)
 
 
-def gradients(head, states, targets, upstream, forbid_=None, dtype=None, learn_entropy=True):
+def gradients(head, states, targets, upstream, forbid_=None, dtype=None, learn_entropy=True, temperature=0.7):
     """Log-probs, entropies and the gradients of (log-probs, entropies) times ``upstream`` [2, N], by this
     project; dtype: of autocast."""
     states = states.clone().requires_grad_()
     head.zero_grad()
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
-        found = token_logprobs(head, states, targets, 0.7, forbid_, learn_entropy)
+        found = token_logprobs(head, states, targets, temperature, forbid_, learn_entropy)
     assert found[0].dtype == found[1].dtype == torch.float32
     assert found[1].requires_grad == learn_entropy
     (torch.stack(found) * upstream).sum().backward()
     return [*(x.detach() for x in found), states.grad, *(p.grad for p in head.parameters())]
 
 
-def exact_gradients(head, states, targets, upstream, forbidden=False):
+def exact_gradients(head, states, targets, upstream, forbidden=False, temperature=0.7):
     """The same by autograd over log_softmax, in fp64."""
     states = states.double().requires_grad_()
     weights = [p.detach().double().requires_grad_() for p in head.parameters()]
     logits = torch.nn.functional.linear(states, *weights).masked_fill(torch.as_tensor(forbidden), -torch.inf)
-    log_p = torch.log_softmax(logits / 0.7, -1)
+    log_p = torch.log_softmax(logits / temperature, -1)
     entropy = torch.where(log_p.isinf(), 0.0, -(log_p.exp() * log_p.masked_fill(log_p.isinf(), 0.0))).sum(-1)
     found = log_p.gather(1, targets[:, None]).squeeze(1), entropy
     return [*found, *torch.autograd.grad((torch.stack(found) * upstream).sum(), [states, *weights])]
@@ -109,18 +84,19 @@ def same(ours, wanted, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    ("drawn", "tolerance"),
+    ("drawn", "temperature", "tolerance"),
     [
-        ({}, 1e-5),
-        ({"bias": False, "size": 1}, 1e-5),
-        ({"bias": False, "size": 16}, 1e-5),
-        ({"size": 3000}, 1e-5),
-        ({"spread": 40.0}, 3e-5),  # probabilities down to e^-100 and below
+        ({}, 1.0, 1e-5),
+        ({"bias": False, "size": 1}, 0.7, 1e-5),
+        ({"bias": False, "size": 16}, 1.0, 1e-5),
+        ({"size": 3000}, 0.7, 1e-5),
+        ({"spread": 40.0}, 0.5, 3e-5),  # probabilities down to e^-100 and below
     ],
     ids=str,
 )
-def test_values_and_gradients_are_those_of_autograd(sizes, drawn, tolerance):
-    same(gradients(*draw(**drawn)), exact_gradients(*draw(**drawn)), tolerance)
+def test_values_and_gradients_are_those_of_autograd(sizes, drawn, temperature, tolerance):
+    ours, wanted = (f(*draw(**drawn), temperature=temperature) for f in (gradients, exact_gradients))
+    same(ours, wanted, tolerance)
 
 
 @torch.no_grad()
