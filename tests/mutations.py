@@ -6,24 +6,22 @@
     python tests/mutations.py trainer/ppo.py --lines 50-80 --list
 
 It works on the checkout in which it is started. The rules walk a file's syntax tree. Each fault is made in a
-copy of the checkout, where the tests run file by file, up to the first failure. Exit code 1: a fault that no
-test noticed, or tests that fail without any; 2: a list that does not fit the code. equivalent_faults.py has
-the faults that change no result, and a few that no rule makes.
+copy of the checkout, where the tests run in a forked process, file by file, up to the first failure. Exit
+code 1: a fault that no test noticed, or tests that fail without any; 2: a list that does not fit the code.
+equivalent_faults.py has the faults that change no result, and a few that no rule makes. Linux only.
 """
 
 import argparse
 import ast
+import contextlib
 import copy
-import itertools
+import importlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,12 +32,18 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", "docs", "results", "no
 NOTICED, UNNOTICED = "noticed", "NOT NOTICED"
 SAMPLE = 25  # of a file, where no file is named
 
-OPTIONS = "best ema kl_target missing_eos offline ptx replay"
-TESTS = {f"trainer/options/{name}.py": [f"tests/test_{name}.py"] for name in OPTIONS.split()}
-TESTS |= {  # the quickest first
+WHOLE_STEP = "tests/test_whole_step.py"
+TESTS = {  # the quickest first
     "trainer/ppo.py": ["tests/test_ppo.py"],
-    "trainer/train_ppo.py": [f"tests/test_{name}.py" for name in ("whole_step", "value_scale", "ptx")],
+    "trainer/train_ppo.py": [WHOLE_STEP, "tests/test_value_scale.py", "tests/test_ptx.py"],
+    "trainer/options/best.py": ["tests/test_best.py"],
+    "trainer/options/ema.py": ["tests/test_ema.py"],
     "trainer/options/filter_groups.py": ["tests/runs/test_several_answers.py"],
+    "trainer/options/kl_target.py": ["tests/test_kl_target.py"],
+    "trainer/options/missing_eos.py": ["tests/test_missing_eos.py"],
+    "trainer/options/offline.py": ["tests/test_offline.py"],
+    "trainer/options/ptx.py": ["tests/test_ptx.py"],
+    "trainer/options/replay.py": ["tests/test_replay.py"],
     "trainer/value_scale.py": ["tests/test_value_scale.py"],
     "trainer/generation/sampling.py": ["tests/generation/test_sampling.py"],
     "trainer/compute/scoring.py": ["tests/compute/test_scoring.py"],
@@ -70,12 +74,14 @@ LEFT_ALONE = ("device", "non_blocking", "pin_memory", "strict", "stacklevel")
 
 
 class Fault(NamedTuple):
-    """``source``: the text of ``file`` with a fault in line ``number``, which becomes ``line``."""
+    """``old`` becomes ``new`` at the byte ``start`` of ``file``; ``line``: the changed line as it is then."""
 
     file: str
     number: int
+    start: int
+    old: str
+    new: str
     line: str
-    source: str
     tests: tuple = ()
 
 
@@ -83,14 +89,15 @@ class Fault(NamedTuple):
 
 
 def changed(node, **fields):
+    """A copy of a node with other fields."""
     other = copy.copy(node)
     for name, value in fields.items():
         setattr(other, name, value)
     return other
 
 
-def with_item(items, place, *new):
-    return [*items[:place], *new, *items[place + 1 :]]
+def without(items, place):
+    return [*items[:place], *items[place + 1 :]]
 
 
 def wrong_expressions(node, modules):
@@ -102,7 +109,7 @@ def wrong_expressions(node, modules):
             yield changed(node, op=OPERATORS[type(op)]())
         case ast.Compare(ops=ops):
             for place, op in enumerate(ops):
-                yield changed(node, ops=with_item(ops, place, OPERATORS[type(op)]()))
+                yield changed(node, ops=[*ops[:place], OPERATORS[type(op)](), *ops[place + 1 :]])
         case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=operand):
             yield operand
         case ast.Constant(value=bool(value)):
@@ -117,41 +124,41 @@ def wrong_expressions(node, modules):
             yield changed(node, attr=NAMES[name])
         case ast.IfExp(test=test) if not is_negation(test):
             yield changed(node, test=ast.UnaryOp(ast.Not(), test))
-        case ast.Call():
-            yield from wrong_calls(node, modules)
-        case (
-            ast.ListComp(generators=[one, *rest])
-            | ast.GeneratorExp(generators=[one, *rest])
-            | ast.DictComp(generators=[one, *rest])
-            | ast.SetComp(generators=[one, *rest])
-        ) if one.ifs:
+        case ast.Call(func=function, args=args, keywords=keywords):
+            pair = args[-2:]
+            if (
+                len(pair) == 2
+                and name_of(function) not in NAMES
+                and not any(isinstance(x, ast.Starred) for x in pair)
+            ):
+                yield changed(node, args=[*args[:-2], pair[1], pair[0]])
+            elif is_method(function, modules) and args and "device" not in name_of(args[-1]):
+                yield changed(node, args=args[:-1])
+            for place, keyword in enumerate(keywords):
+                if keyword.arg in NAMES:
+                    keyword = changed(keyword, arg=NAMES[keyword.arg])
+                    yield changed(node, keywords=[*without(keywords, place), keyword])
+                elif keyword.arg not in LEFT_ALONE:
+                    yield changed(node, keywords=without(keywords, place))
+            for place, x in enumerate(args):
+                if isinstance(x, ast.Tuple) and len(x.elts) == 2:
+                    turned = changed(x, elts=x.elts[::-1])
+                    yield changed(node, args=[*args[:place], turned, *args[place + 1 :]])
+        case ast.ListComp(generators=[one, *rest]) | ast.GeneratorExp(generators=[one, *rest]) if one.ifs:
+            yield changed(node, generators=[changed(one, ifs=one.ifs[1:]), *rest])
+        case ast.DictComp(generators=[one, *rest]) | ast.SetComp(generators=[one, *rest]) if one.ifs:
             yield changed(node, generators=[changed(one, ifs=one.ifs[1:]), *rest])
 
 
-def wrong_calls(node, modules):
-    """The last two arguments swapped, or a method's only one left out; each keyword left out or renamed."""
-    function, args, keywords = node.func, node.args, node.keywords
-    is_method = isinstance(function, ast.Attribute) and root(function) not in modules
-    starred = any(isinstance(x, ast.Starred) for x in args[-2:])
-    if len(args) > 1 and name_of(function) not in NAMES and not starred:
-        yield changed(node, args=[*args[:-2], args[-1], args[-2]])
-    elif is_method and args and "device" not in name_of(args[-1]):
-        yield changed(node, args=args[:-1])
-    for place, keyword in enumerate(keywords):
-        if keyword.arg in NAMES:
-            renamed = changed(keyword, arg=NAMES[keyword.arg])
-            yield changed(node, keywords=with_item(keywords, place, renamed))
-        elif keyword.arg not in LEFT_ALONE:
-            yield changed(node, keywords=with_item(keywords, place))
-    for place, x in enumerate(args):
-        if isinstance(x, ast.Tuple) and len(x.elts) == 2:
-            yield changed(node, args=with_item(args, place, changed(x, elts=x.elts[::-1])))
-
-
 def is_negation(test):
+    """Whether a rule for expressions already makes the opposite of this condition."""
     if isinstance(test, ast.Compare):
         return len(test.ops) == 1 and isinstance(test.ops[0], NEGATIONS)
     return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+
+
+def is_method(function, modules):
+    return isinstance(function, ast.Attribute) and root(function) not in modules
 
 
 def name_of(node):
@@ -160,24 +167,26 @@ def name_of(node):
 
 def root(node):
     """The name that a chain of attributes, calls and subscripts begins with."""
-    while node and not isinstance(node, ast.Name):
+    while not isinstance(node, ast.Name):
         node = getattr(node, "value", None) or getattr(node, "func", None)
-    return name_of(node)
+        if node is None:
+            return ""
+    return node.id
 
 
 def may_be_left_out(node, bound):
     """Whether a statement is left out. bound: the names that have had a value before it."""
     match node:
-        case ast.Expr(value=ast.Constant()):
+        case ast.Expr(value=ast.Constant()) | ast.Pass():
             return False
         case ast.Assign(targets=[target]):
-            names = {x.id for x in ast.walk(target) if isinstance(x, ast.Name)}
-            return isinstance(target, ast.Attribute | ast.Subscript) or names <= bound
+            names = [x.id for x in ast.walk(target) if isinstance(x, ast.Name)]
+            return isinstance(target, ast.Attribute | ast.Subscript) or set(names) <= bound
     return isinstance(node, ast.Expr | ast.AugAssign | ast.Raise | ast.Break | ast.Continue | ast.Delete)
 
 
 class Rules(ast.NodeVisitor):
-    """Collects (node, the node that takes its place) in ``found``."""
+    """Collects (node, the text that takes its place) in ``found``."""
 
     def __init__(self, tree):
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -194,13 +203,16 @@ class Rules(ast.NodeVisitor):
 
     def generic_visit(self, node):
         if isinstance(node, ast.expr):
-            self.found += [(node, wrong) for wrong in wrong_expressions(node, self.modules)]
-        elif isinstance(node, ast.stmt) and may_be_left_out(node, self.bound):
-            self.found.append((node, ast.Pass()))
-        if isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS.keys() - {ast.BitOr}:
-            self.found.append((node, changed(node, op=OPERATORS[type(node.op)]())))
-        if isinstance(node, ast.If) and not is_negation(node.test):
-            self.found.append((node.test, ast.UnaryOp(ast.Not(), node.test)))
+            for wrong in wrong_expressions(node, self.modules):
+                text = ast.unparse(ast.fix_missing_locations(wrong))
+                self.found.append((node, text))
+        elif isinstance(node, ast.stmt):
+            if may_be_left_out(node, self.bound):
+                self.found.append((node, None))
+            if isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS.keys() - {ast.BitOr}:
+                self.found.append((node, ast.unparse(changed(node, op=OPERATORS[type(node.op)]()))))
+            if isinstance(node, ast.If) and not is_negation(node.test):
+                self.found.append((node.test, f"not ({ast.unparse(node.test)})"))
         super().generic_visit(node)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             self.bound.add(node.id)
@@ -230,61 +242,67 @@ class Rules(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Raise(self, node):
-        self.found.append((node, ast.Pass()))  # what the message says is for people
+        self.found.append((node, None))  # what the message says is for people
 
     def visit_keyword(self, node):
         if node.arg not in LEFT_ALONE:
             self.visit(node.value)
 
     def visit_JoinedStr(self, node):
-        pass  # text
+        pass  # text; and Python 3.11 does not know where its parts stand
 
     visit_Import = visit_ImportFrom = visit_Assert = visit_JoinedStr
 
 
-class Swap(ast.NodeTransformer):
-    """Puts one node in the place of another."""
-
-    def __init__(self, old, new):
-        self.old, self.new = old, new
-
-    def visit(self, node):
-        return self.new if node is self.old else self.generic_visit(node)
-
-
 def faults_of(file, source, tests=()):
-    """All faults that the rules make in a file -> list of ``Fault``, by their places."""
-    lines = source.splitlines()
+    """All faults that the rules make in a file -> list of ``Fault``."""
+    begins = [0]
+    for line in source.encode().splitlines(keepends=True):
+        begins.append(begins[-1] + len(line))
     tree = ast.parse(source)
     rules, faults = Rules(tree), []
     for whole in tree.body:
-        first = min(x.lineno for x in (whole, *getattr(whole, "decorator_list", ()))) - 1
-        right = ast.unparse(whole)
-        made = {right}
+        first = begins[min([whole, *getattr(whole, "decorator_list", ())], key=lambda x: x.lineno).lineno - 1]
+        text = source.encode()[first : begins[whole.end_lineno]].decode()
+        meanings = {None, meaning_of(text)}
         for node, new in rules.of(whole):
-            wrong = ast.unparse(Swap(node, new).visit(copy.deepcopy(whole, {id(node): node})))
-            if wrong in made:
-                continue
-            made.add(wrong)
-            pairs = itertools.zip_longest(right.splitlines(), wrong.splitlines(), fillvalue="")
-            line = next(b for a, b in pairs if a != b).strip()
-            if isinstance(new, ast.Pass):
-                line = f"pass  # {ast.unparse(node).splitlines()[0]}"
-            text = "\n".join([*lines[:first], wrong, *lines[whole.end_lineno :], ""])
-            faults.append(Fault(file, node.lineno, line, text, tests))
-    return sorted(faults, key=lambda fault: fault.number)
+            start = begins[node.lineno - 1] + node.col_offset
+            old = source.encode()[start : begins[node.end_lineno - 1] + node.end_col_offset].decode()
+            new = f"pass  # {old.splitlines()[0]}" if new is None else new
+            meaning = meaning_of(replaced(text, start - first, old, new))
+            if isinstance(node, ast.expr):
+                meant = meaning_of(replaced(text, start - first, old, f"({new})"))
+                if meaning != meant:
+                    new, meaning = f"({new})", meant
+            if meaning not in meanings:
+                meanings.add(meaning)
+                wrong = replaced(text, start - first, old, new).splitlines()
+                line = wrong[node.lineno - 1 - source.encode()[:first].count(b"\n")].strip()
+                faults.append(Fault(file, node.lineno, start, old, new, line, tests))
+    return sorted(faults, key=lambda fault: fault.start)
+
+
+def meaning_of(text):
+    with contextlib.suppress(SyntaxError):
+        return ast.dump(ast.parse(text))
+
+
+def replaced(source, start, old, new):
+    raw = source.encode()
+    return (raw[:start] + new.encode() + raw[start + len(old.encode()) :]).decode()
 
 
 def hand_written(file):
     """The faults that people found missing once -> (list of ``Fault``, what does not fit)."""
     faults, misfits = [], []
     source = (ROOT / file).read_text(encoding="utf-8")
-    for old, new, test in HAND_WRITTEN.get(file, ()):
+    for old, new, *tests in HAND_WRITTEN.get(file, ()):
         if source.count(old) != 1:
             misfits.append(f"{file}: found {source.count(old)} times instead of once: {old!r}")
             continue
-        number = source[: source.index(old)].count("\n") + 1
-        faults.append(Fault(file, number, f"{old} -> {new}", source.replace(old, new), (test,)))
+        before = source.partition(old)[0]
+        line = f"{old} -> {new}"
+        faults.append(Fault(file, before.count("\n") + 1, len(before.encode()), old, new, line, tuple(tests)))
     return faults, misfits
 
 
@@ -293,7 +311,7 @@ def chosen(file, tests, sample=None, seed=0, lines=None):
     of the lines, not on their places."""
     source = (ROOT / file).read_text(encoding="utf-8")
     faults = faults_of(file, source, tuple(tests)) if sample != 0 else []
-    known = EQUIVALENT.get(file, ())
+    known = [line for lines in EQUIVALENT.get(file, {}).values() for line in lines]
     made = {fault.line for fault in faults}
     misfits = [f"{file}: no rule makes this: {line}" for line in known if faults and line not in made]
     faults = [fault for fault in faults if fault.line not in known]
@@ -301,8 +319,8 @@ def chosen(file, tests, sample=None, seed=0, lines=None):
         first, _, last = lines.partition("-")
         faults = [fault for fault in faults if int(first) <= fault.number <= int(last or first)]
     if sample is not None:
-        faults.sort(key=lambda fault: zlib.crc32(f"{seed} {fault.line}".encode()))
-        faults = sorted(faults[:sample], key=lambda fault: fault.number)
+        faults.sort(key=lambda fault: zlib.crc32(f"{seed} {fault.line} {fault.new}".encode()))
+        faults = sorted(faults[:sample], key=lambda fault: fault.start)
     more, wrong = ([], []) if lines else hand_written(file)
     return faults + more, misfits + wrong
 
@@ -310,43 +328,106 @@ def chosen(file, tests, sample=None, seed=0, lines=None):
 # --------------------------------------------------------------------------------------------- the runs
 
 
-def attempt(fault, limit=600):
-    """Run a fault's tests, file by file, in a copy of the checkout -> (word, failing test, seconds)"""
-    begun, word, failed = time.perf_counter(), UNNOTICED, ""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    with tempfile.TemporaryDirectory() as parent:
-        folder = shutil.copytree(ROOT, Path(parent) / "copy", ignore=LEFT_OUT)
-        (folder / fault.file).write_text(fault.source, encoding="utf-8")
+def start(fault, folder, limit):
+    """Fork a process that runs a fault's tests in ``folder``, a copy of the checkout -> its pid."""
+    if pid := os.fork():
+        return pid
+    code = 3
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))  # a fault that never ends is noticed as well
+        os.chdir(folder)
+        sys.stdout = sys.stderr = log = open("log.txt", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        path = Path(fault.file)
+        source = path.read_text(encoding="utf-8")
+        path.write_text(replaced(source, fault.start, fault.old, fault.new), encoding="utf-8")
+        import pytest
+
         for test in fault.tests:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", test]
-            given = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
-            try:
-                done = subprocess.run(command, **given, timeout=limit)
-            except subprocess.TimeoutExpired:
-                word, failed = NOTICED, "it never ends"
+            options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "--durations=0"]
+            if code := int(pytest.main([*options, test])):
                 break
-            if done.returncode:
-                lines = [x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
-                failed = lines[0].split("::")[-1].split(" - ")[0] if lines else f"code {done.returncode}"
-                word = NOTICED if done.returncode in (1, 2) or done.returncode < 0 else "no test ran"
-                break
-    return word, failed, time.perf_counter() - begun
+        imported = [x for x in list(sys.modules.values()) if ".venv" in str(getattr(x, "__file__", ""))]
+        Path("imported.txt").write_text("\n".join(x.__name__ for x in imported))
+    finally:
+        os._exit(code)
 
 
-def seconds_of(file, tests):
-    """How long these tests take on the code as it is. SystemExit where they fail: then they prove nothing."""
-    source = (ROOT / file).read_text(encoding="utf-8")
-    word, test, seconds = attempt(Fault(file, 1, "nothing", source, tuple(tests)))
-    if word != UNNOTICED:
-        raise SystemExit(f"error: {file}: without any fault the tests do not pass: {word} {test}")
+def result_of(status, folder):
+    """The exit status of a fault's process -> (word, the first test that failed, or "")."""
+    if os.WIFSIGNALED(status):
+        return NOTICED, "it never ends, or crashes"
+    lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    failed = [x.split("::")[-1].split(" - ")[0] for x in lines if x.startswith(("FAILED", "ERROR"))]
+    code = os.waitstatus_to_exitcode(status)
+    word = {0: UNNOTICED, 1: NOTICED, 2: NOTICED}.get(code, f"no test ran ({code})")
+    return word, failed[0] if failed else ""
+
+
+def run(faults, jobs, report, limit=600):
+    """Try all of them, ``jobs`` at a time. Calls report(fault, word, test, seconds, folder) after each."""
+    waiting, running = list(faults), {}
+    with tempfile.TemporaryDirectory() as parent:
+        whole, *free = (Path(parent) / str(n) for n in range(1 + min(jobs, len(waiting))))
+        shutil.copytree(ROOT, whole, ignore=LEFT_OUT)  # once: the checkout may change meanwhile
+        for folder in free:
+            shutil.copytree(whole, folder)
+        while waiting or running:
+            while waiting and free:
+                fault, folder = waiting.pop(0), free.pop()
+                running[start(fault, folder, limit)] = fault, folder, time.perf_counter()
+            pid, status = os.wait()
+            fault, folder, begun = running.pop(pid)
+            report(fault, *result_of(status, folder), time.perf_counter() - begun, folder)
+            shutil.copyfile(whole / fault.file, folder / fault.file)
+            free.append(folder)
+
+
+def check_unchanged(file, tests, imports):
+    """Run these tests on the code as it is -> seconds. SystemExit where they fail: then they prove nothing.
+    Afterwards this process has imported what they import from other packages, and need not again."""
+    found = []
+
+    def report(fault, word, test, seconds, folder):
+        if word != UNNOTICED:
+            log = (folder / "log.txt").read_text(encoding="utf-8").splitlines()[-15:]
+            raise SystemExit(
+                "\n".join([*log, f"error: without any fault the tests do not pass: {word} {test}"])
+            )
+        found.extend([seconds, (folder / "imported.txt").read_text(encoding="utf-8").split()])
+
+    run([Fault(file, 1, 0, "", "", "nothing", tuple(tests))], 1, report)
+    seconds, modules = found
+    for name in modules if imports else ():
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
     return seconds
+
+
+def warm_up():
+    """Import what is slow to import and no fault changes, and write no bytecode of changed files."""
+    sys.dont_write_bytecode = True
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked process must have one thread
+    os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py does, before anything imports Triton
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    return transformers
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="*", help="default: all that stand in TESTS")
-    parser.add_argument("--tests", nargs="+", help="the quickest first; default: as in TESTS")
-    parser.add_argument("--sample", type=int, help=f"of each file; default: all, or {SAMPLE} without files")
+    parser.add_argument(
+        "--tests", nargs="+", help="for all of them, the quickest first; default: as in TESTS"
+    )
+    parser.add_argument(
+        "--sample", type=int, help=f"so many of each file; default: all, or {SAMPLE} without files"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--lines", help="only of these lines, as 50 or 50-80")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
@@ -363,20 +444,25 @@ def main(argv=None):
         print(*misfits, sep="\n", file=sys.stderr)
         raise SystemExit(2)
     if args.list:
-        print(*(f"{fault.file}:{fault.number}: {fault.line}" for x in plan.values() for fault in x), sep="\n")
+        for fault in (fault for faults in plan.values() for fault in faults):
+            print(f"{fault.file}:{fault.number}: {fault.line}")
         return
-    survivors = []
+    begun, survivors = time.perf_counter(), []
+    warm_up()
+
+    def report(fault, word, test, seconds, folder):
+        if word != NOTICED:
+            survivors.append(fault)
+        print(f"{word:12} {seconds:5.1f} s  {fault.file}:{fault.number}: {fault.line}  [{test}]", flush=True)
+
     for file, faults in plan.items():
-        seconds = seconds_of(file, dict.fromkeys(test for fault in faults for test in fault.tests))
+        tests = dict.fromkeys(test for fault in faults for test in fault.tests)
+        seconds = check_unchanged(file, tests, imports=True)
         print(f"{file}: {len(faults)} faults; without any its tests pass, in {seconds:.0f} s", flush=True)
-        with ThreadPoolExecutor(args.jobs) as pool:
-            tried = pool.map(partial(attempt, limit=20 + 4 * seconds), faults)
-            for fault, (word, test, took) in zip(faults, tried, strict=True):
-                line = f"{fault.file}:{fault.number}: {fault.line}"
-                survivors += [line] if word != NOTICED else []
-                print(f"{word:12} {took:5.1f} s  {line}  [{test}]", flush=True)
-    print(f"\n{sum(map(len, plan.values()))} faults, {len(survivors)} not noticed")
-    print(*survivors, sep="\n")
+        run(faults, max(1, args.jobs), report, limit=20 + 4 * int(seconds))
+    count, seconds = sum(map(len, plan.values())), time.perf_counter() - begun
+    print(f"\n{count} faults, {len(survivors)} not noticed, {seconds:.0f} s with {args.jobs} at a time")
+    print(*(f"{fault.file}:{fault.number}: {fault.line}" for fault in survivors), sep="\n")
     raise SystemExit(bool(survivors))
 
 

@@ -2,7 +2,7 @@
 
 import mutations
 import pytest
-from tiny import ROOT
+from tiny import LINUX, ROOT
 
 SOURCE = '''"""Text 1."""
 import numpy as np
@@ -19,13 +19,13 @@ def describe():
     return 1 + 2
 '''
 FAULTS = """
-def f(x: int=3, *, flag: bool=True) -> int:
-def f(x: int=2, *, flag: bool=False) -> int:
+def f(x: int = 3, *, flag: bool = True) -> int:
+def f(x: int = 2, *, flag: bool = False) -> int:
 if not (x < 3 and flag):
 if x < 3 or flag:
 if x <= 3 and flag:
 if x < 4 and flag:
-pass  # raise ValueError(f'{x + 1}')
+pass  # raise ValueError(f"{x + 1}")
 pass  # y = np.min(y, key=-x)
 y = np.max(y, key=-x)
 y = np.min(y)
@@ -34,11 +34,11 @@ pass  # y += x.sum(1)
 y -= x.sum(1)
 y += x.sum()
 y += x.sum(2)
-return ([a for a in y], g(a, b), h((0, a)))
-return ([a for a in y if a is not None], g(a, b), h((0, a)))
-return ([a for a in y if a is None], g(b, a), h((0, a)))
-return ([a for a in y if a is None], g(a, b), h((a, 0)))
-return ([a for a in y if a is None], g(a, b), h((1, a)))
+return [a for a in y], g(a, b), h((0, a))
+return [a for a in y if a is not None], g(a, b), h((0, a))
+return [a for a in y if a is None], g(b, a), h((0, a))
+return [a for a in y if a is None], g(a, b), h((a, 0))
+return [a for a in y if a is None], g(a, b), h((1, a))
 """
 RIGHT = """def add(a, b):
     return a + b + 0
@@ -67,7 +67,7 @@ def test_the_lists_fit_the_code(file):
 def test_lists_that_do_not_fit_are_an_error(monkeypatch, tmp_path):
     (tmp_path / "right.py").write_text(RIGHT)
     monkeypatch.setattr(mutations, "ROOT", tmp_path)
-    monkeypatch.setattr(mutations, "EQUIVALENT", {"right.py": ["return a + b - 0", "return 1"]})
+    monkeypatch.setattr(mutations, "EQUIVALENT", {"right.py": {"why": ["return a + b - 0", "return 1"]}})
     monkeypatch.setattr(mutations, "HAND_WRITTEN", {"right.py": [("a + b", "b", "t"), ("c", "d", "t")]})
     faults, misfits = mutations.chosen("right.py", ("t",))
     assert [fault.line for fault in faults] == ["return a - b + 0", "return a + b + 1", "a + b -> b"]
@@ -76,6 +76,7 @@ def test_lists_that_do_not_fit_are_an_error(monkeypatch, tmp_path):
         mutations.main(["right.py", "--tests", "t"])
 
 
+@pytest.mark.skipif(not LINUX, reason="mutations.py forks")
 def test_a_fault_is_noticed_or_not(monkeypatch, tmp_path, capfd):
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "test_right.py").write_text(TEST)
