@@ -28,15 +28,16 @@ def run(name, device):
     module = importlib.import_module("end_to_end" if name == "memory" else name)
     cases = module.memory_cases(device) if name == "memory" else module.cases(device)
     facts = {"limits": module.rates(device)} if name == "phases" else {}
-    results, failed = [], False
+    results = []
     for case in cases:
         try:
             found = case()
         except Exception as error:
             traceback.print_exc()
-            found, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
+            found = {"error": f"{type(error).__name__}: {error}"[:500]}
         results += found if isinstance(found, list) else [found]
         write_results(f"{name}_{device}", {**facts, "results": results})
+    failed = any("error" in result for result in results)
     good = [result for result in results if "error" not in result or name in ("smoke", "cards")]
     shown = good if name == "memory" else list(module.rows(good))
     print(f"\n## {name}, {device}\n\n{table(shown)}\n", flush=True)

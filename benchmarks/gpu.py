@@ -5,10 +5,11 @@
     python benchmarks gpu --minutes 9               # as many as fit; what is left is said at the end
     RESULTS=folder python benchmarks gpu            # results go into this folder
 
-All results are in one file, gpu.json, and all that was printed is in gpu_log.txt beside it. Each part is a
-process of its own with a time limit. It writes its results after each case. Where its time is up it is
-interrupted, and what it had is kept. Needed are torch and transformers; parts that need more (tests: pytest;
-demo: matplotlib) are left out where that is not installed, and so are the peers TRL and vLLM.
+What to send to us is one page, gpu.md: all tables. Beside it are all numbers, in gpu.json, and all that was
+printed, in gpu_log.txt. Each part is a process of its own with a time limit. It writes its results after each
+case. Where its time is up it is interrupted, and what it had is kept. Needed are torch and transformers;
+parts that need more (tests: pytest; demo: matplotlib) are left out where that is not installed, and so are
+the peers TRL and vLLM.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 
-from common import RESULTS, ROOT, installed, table, write_results
+from common import RESULTS, ROOT, installed, machine, table, write_results
 
 KERNEL_TESTS = [*map(str, sorted(ROOT.glob("tests/*/test_cuda_*.py")))]
 KERNEL_TESTS += ["tests/compute/test_layer_kernels.py", "tests/generation/test_sampling.py"]
@@ -27,13 +28,13 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", 
 PYTEST += ["-n", "4", "--dist", "worksteal"] if installed("xdist") else []  # compiling kernels takes CPUs
 SECONDS = {  # a part's limit
     "smoke": 150,
-    "generation": 270,
+    "generation": 360,
     "update": 120,
     "kernel_tests": 150,
     "phases": 180,
     "end_to_end": 150,
     "tests": 400,
-    "cards": 180,
+    "cards": 240,
     "kernel_times": 100,
     "memory": 60,
     "demo": 120,
@@ -90,6 +91,18 @@ def copy_output(source, log):
         log.flush()
 
 
+def write_page(text, log, begun):
+    """gpu.md: this text, then the tables in the log from ``begun`` on. -> its path"""
+    page = [f"# {machine()}", text]
+    log.seek(begun)
+    for line in log.read().splitlines():
+        if line.startswith(("## ", "|")):
+            page.append(f"\n{line}\n" if line.startswith("## ") else line)
+    path = RESULTS / "gpu.md"
+    path.write_text("\n".join(page) + "\n", encoding="utf-8")
+    return path
+
+
 def main(argv):
     parser = argparse.ArgumentParser(prog="python benchmarks gpu", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(SECONDS)}; default: all")
@@ -100,7 +113,8 @@ def main(argv):
     end, results, left = time.monotonic() + 60 * args.minutes, [], []
     RESULTS.mkdir(exist_ok=True, parents=True)
     os.environ["ALL_RESULTS"] = str(RESULTS / "gpu.json")
-    with open(RESULTS / "gpu_log.txt", "a", encoding="utf-8") as log:
+    with open(RESULTS / "gpu_log.txt", "a+", encoding="utf-8") as log:
+        begun = log.tell()
         for part in args.parts or SECONDS:
             start = time.monotonic()
             if end - start < LEAST:
@@ -111,8 +125,10 @@ def main(argv):
             results.append({"part": part, "seconds": seconds, "verdict": verdict})
             print(f"\n== {part}: {verdict}, {seconds} s\n", flush=True)
             write_results("parts", {"parts": results})
-    print(table(results))
-    if left:
-        print(f"not started, for lack of time: python benchmarks gpu {' '.join(left)}")
+            write_page(table(results), log, begun)  # whatever becomes of the next part
+        text = table(results)
+        if left:
+            text += f"\n\nnot started, for lack of time: python benchmarks gpu {' '.join(left)}"
+        print(f"{text}\n\nto send: {write_page(text, log, begun)}")
     if left or any(r["verdict"] != "ok" for r in results):
         raise SystemExit(1)

@@ -131,7 +131,7 @@ def update_of_a_large_model(device):
     seconds = time.perf_counter() - start
     operations = needed_operations(model, rollout.layout.lengths, int(rollout.response_len.sum()))
     share = operations / seconds / matrix_rate(dtype, device=device)
-    return {"seconds": round(seconds, 3), "of matrix rate": round(share, 2), **counts(step)}
+    return {"seconds a step": round(seconds, 3), "of matrix rate": round(share, 2), **counts(step)}
 
 
 def wait(device):

@@ -139,6 +139,10 @@ def test_a_gpu_without_bf16_decodes_fused_in_fp16(forced):
     cache = kv_cache.KVCache(model.to(DEVICE), 4, 20)
     assert cache.fused
     assert (cache.dtype, cache.width, cache.block) == (torch.float16, 20, None)
+    for begin in (cache.prefill, lambda first: cache.decode(torch.zeros(1), 1)):
+        cache.delta = torch.ones(1)  # of a call that was interrupted between two layers
+        begin(0)
+        assert cache.delta is None
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn", "dynamic"])

@@ -61,7 +61,6 @@ class KVCache(Cache):
             count = sum(is_fused(module, forward) for module in model.modules())
             able = able and count == model.config.num_hidden_layers
         self.fused = able
-        self.delta: Tensor | None = None  # what the next layer has still to add to the states
         # Where torch decodes on a CPU, its products of cache slices are slower in bf16 and copy the slices.
         ours = self.config._attn_implementation == ATTENTION and model.device.type == "cpu"
         self.dtype = torch.float32 if ours and not self.fused else model.dtype
@@ -77,6 +76,7 @@ class KVCache(Cache):
         """The next forward reads whole prompts and fills the slots from ``first`` on."""
         self.first = first
         self.positions: Tensor | None = None
+        self.delta: Tensor | None = None  # what the next layer has still to add to the states
 
     def decode(self, positions: Tensor, longest: int) -> Tensor | dict[str, Tensor]:
         """The next forward reads one token for each of the first n slots, at ``positions`` [n], all below
