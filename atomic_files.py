@@ -46,9 +46,9 @@ def writing(path: str | Path) -> Iterator[None]:
     except Exception as error:  # those of safetensors and tokenizers say "(os error N)"
         if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
-        raise InputError(
-            f"{path}: cannot be written ({first_line(error)}); make room or choose another place"
-        ) from error
+        gone = isinstance(error, FileNotFoundError)
+        remedy = "its folder is gone; start again" if gone else "make room or choose another place"
+        raise InputError(f"{path}: cannot be written ({first_line(error)}); {remedy}") from error
 
 
 @contextlib.contextmanager

@@ -193,6 +193,7 @@ local_rollout_forward_batch_size log_prob_micro_batch_size_per_gpu micro_rollout
     not needed, batches without gradients are cut by tokens
 stop_token: not needed, a response ends at the tokenizer's EOS; --stop and --stop_token_ids name more
 apply_chat_template: not needed, the tokenizer's chat template is used where there is one
+enable_thinking open_thinking: a switch of the chat template; give it in --chat_template_kwargs
 use_compile torch_compile: not needed, kernels and CUDA graphs are chosen for the device
 vllm_num_engines rollout_engine use_vllm vllm_mode rollout.name
     gpu_memory_utilization tensor_model_parallel_size sglang_base_url:

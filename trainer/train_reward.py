@@ -214,8 +214,18 @@ class RewardRun(SupervisedRun):
         of the model's: its chat template and system message."""
         args = self.args
         result = self.hf_dir.resolve()
-        models = ("--model", full_path(args.model), "--tokenizer", result, "--reward_model", result)
-        use = self.command("trainer/train_ppo.py", *models, "--data_path", full_path(args.data_path))
+        words: list[str | Path] = [
+            "--model",
+            full_path(args.model),
+            "--tokenizer",
+            result,
+            "--reward_model",
+            result,
+        ]
+        words += ["--data_path", full_path(args.data_path)]
+        if args.prompt_key:
+            words += ["--prompt_key", args.prompt_key]
+        use = self.command("trainer/train_ppo.py", *words)
         text = f"model    {self.hf_dir}\nuse      {use}\n"
         text += "         (with the prompts of this file; --data_path names others)"
         if self.held_out:
