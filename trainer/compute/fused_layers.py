@@ -157,7 +157,7 @@ def _heads(layer, x):
 def layer_forward(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """``forward`` of a decoder layer: y = x + attention(norm(x)) -> y + feed-forward(norm(y)). While a GPU
     decodes, the next layer adds the last term (``KVCache.delta``): its norm does so in the same kernel."""
-    cache = kwargs.get("past_key_values")
+    cache: Any = kwargs.get("past_key_values")
 
     def forward(x):
         x, normed = _add_norm(x, getattr(cache, "delta", None), layer.input_layernorm)
