@@ -414,28 +414,32 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Me
     return loss / token_count + balance / run.minibatch_size, metrics
 
 
-def train(
-    run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int, metrics: Metrics
-) -> Step | None:
-    """Optimizer step ``number`` of the run, of the model "critic" or "actor": backward, sum over processes,
-    clip, step. None, without a step, where ``--target_kl`` stops the actor.
+def gradients(run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int) -> Metrics:
+    """Backward of one model's loss, micro-batch by micro-batch; the actor's with the demonstrations of
+    optimizer step ``number``, if there are any.
 
     token_count: the minibatch's response tokens over all processes. Every loss is a sum divided by it, so the
     sum of all processes' gradients is the gradient of the whole minibatch.
     """
-    args = run.args
-    learner = run.learners[name]
 
     def loss_of(rows: list[int]) -> tuple[Tensor, Metrics]:  # of a micro-batch
-        micro_batch = minibatch.rows(rows)
-        if name == "critic":
-            return critic_loss(run, micro_batch, token_count)
-        return actor_loss(run, micro_batch, token_count)
+        loss = critic_loss if name == "critic" else actor_loss
+        return loss(run, minibatch.rows(rows), token_count)
 
     sources: list[GradientSource] = [(minibatch.layout.lengths, loss_of)]
     if run.ptx and name == "actor":
         sources.append(run.ptx.source(number, run.scorers["actor"]))
-    sums = gradients_that_fit(run, sources, args.accumulation_steps)
+    return gradients_that_fit(run, sources, run.args.accumulation_steps)
+
+
+def train(
+    run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int, metrics: Metrics
+) -> Step | None:
+    """Optimizer step ``number`` of the run, of the model "critic" or "actor": backward, sum over processes,
+    clip, step. None, without a step, where ``--target_kl`` stops the actor."""
+    args = run.args
+    learner = run.learners[name]
+    sums = gradients(run, name, minibatch, token_count, number)
     metrics.merge(sums)
     metrics.keep_first("policy/ratio", "policy/first_ratio")  # of the first minibatch: it must be 1
     watched = ["policy/loss", "policy/approx_kl"] if name == "actor" else ["value/loss"]

@@ -359,15 +359,14 @@ def test_an_engine_for_the_sizes_of_a_run_is_built_once(model, gpu):
     assert sampler.sizes == (3, 13, 10)
 
 
-def test_fewer_slots_where_the_cache_would_be_too_large(model, monkeypatch):
+def test_fewer_slots_where_the_cache_would_be_too_large(model):
     one = 16 * bytes_per_token(model.config, 4)
     assert one == 16 * 2 * 2 * 16 * 4  # keys and values, two layers, one head of 16, fp32
     sampler = Sampler(model, cache_bytes=5 * one + 1)
     assert answers(sampler).responses() == plain(model).responses()
     assert sampler.engine.slots == 5
     assert sampler.engine.cache.values[1].shape == (5, 1, 16, 16)
-    monkeypatch.setattr(engine, "CACHE_BYTES", one - 1)
-    sampler = Sampler(model)
+    sampler = Sampler(model, cache_bytes=one - 1)
     answers(sampler, range(3))
     assert sampler.engine.slots == 1  # never none
 

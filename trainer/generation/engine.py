@@ -46,9 +46,9 @@ Ends = tuple[tuple[int, ...], int, StopStrings | None]  # EOS ids, the least tok
 class Sampler:
     """Samples responses with its own copy of a policy. Build it once, then ``load`` newer weights into it.
 
-    cache_bytes: of keys and values, at most. sizes: (most prompts of a call, longest
-    prompt plus response, longest response) of the calls to come, as far as they are known: the engine is
-    built with room for them. device: default the policy's.
+    cache_bytes: of keys and values, at most. sizes: (most prompts of a call, longest prompt plus response,
+    longest response) of the calls to come, as far as they are known: the engine is built with room for them.
+    device: default the policy's.
     """
 
     def __init__(
