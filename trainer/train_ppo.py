@@ -388,7 +388,11 @@ def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, M
 
 
 def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Metrics]:
-    """A micro-batch's share of the minibatch's policy loss, KL included -> (loss, Metrics)."""
+    """A micro-batch's share of the minibatch's loss of the actor -> (loss, Metrics).
+
+    (policy loss + kl_coef * KL - entropy_coef * entropy) / tokens + balance loss of experts / sequences. With
+    --kl_in reward the KL is in the advantages (``estimate``), and ``policy_loss`` adds what was moved since.
+    """
     args = run.args
     metrics = Metrics()
     logprobs, entropy, balance = run.scorers["actor"](mb.tokens, mb.layout, args.temperature)
