@@ -47,8 +47,10 @@ def writing(path: str | Path) -> Iterator[None]:
         if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
         gone = isinstance(error, FileNotFoundError)
-        remedy = "its folder is gone; start again" if gone else "make room or choose another place"
-        raise InputError(f"{path}: cannot be written ({first_line(error)}); {remedy}") from error
+        remedy = "make its folder" if gone else "make room"
+        raise InputError(
+            f"{path}: cannot be written ({first_line(error)}); {remedy} or choose another place"
+        ) from error
 
 
 @contextlib.contextmanager

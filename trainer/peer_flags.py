@@ -54,7 +54,7 @@ beta                                kl_coef
 max_prompt_length                   max_seq_len  # longer prompts are dropped here
 max_completion_length               max_gen_len
 epsilon                             clip_epsilon
-epsilon_high                        clip_epsilon_high
+epsilon_high                        clip_epsilon_high       with cispo 1 less: how far above 1
 delta                               dual_clip
 importance_sampling_level           policy_loss             gspo is the one of sequences
 mask_truncated_completions          mask_truncated          1

@@ -313,7 +313,9 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     new = batch.rollout
     new.scores = send(batch.scores["score"], new.tokens.device)
     new.step_rewards = step_rewards(batch, run.tokenizer)
-    budget = run.progress.token_budget  # of a micro-batch
+    # Tokens of a micro-batch: as many as in an update, for which there is memory.
+    per_update = sum(new.layout.lengths) * args.mini_batch_size // (args.batch_size * args.accumulation_steps)
+    budget = min(run.progress.token_budget, per_update)
     with run.host.on_device(run.old_actor, run.ref):
         new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature, budget)
         rollout = run.replay.join(new) if args.replay_batches else new
@@ -365,8 +367,8 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
         advantages = ppo.leave_one_out(rewards, mask, args.num_generations)
     else:
         advantages = ppo.group_normalized(rewards, mask, args.num_generations)
-    # Less their mean, divided by their standard deviation, or by that of earlier batches where all scores
-    # are equal.
+    # GAE's and REINFORCE's less their mean; all but those of groups divided by their standard deviation, or
+    # by that of earlier batches where all scores are equal.
     run.advantage_scale.whiten(rollout, advantages, args.advantage, world.sum)
 
 
@@ -480,7 +482,7 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
     )
     first_number = step * run.updates_per_batch  # optimizer steps before this batch
     training = ["critic"] if run.critic else []
-    if step >= args.critic_warmup_steps:
+    if step >= run.learners["actor"].first_batch:  # --critic_warmup_steps
         training.append("actor")
     with phase("updates", len(order), "minibatches") as bar:
         for number, k in enumerate(order, first_number):  # number: optimizer step in the run; k: minibatch

@@ -67,10 +67,10 @@ class AdvantageScale(RunningScale):
         estimator: str,
         sum_over_processes: Callable[[Tensor], Tensor],
     ) -> None:
-        """``rollout.advantages`` [B, R]: less their mean, divided by the unit of the batch, 0 on padding.
+        """Fill ``rollout.advantages`` [B, R]: less their mean, divided by the batch's unit, 0 on padding.
 
-        estimator: --advantage. "rloo" and "group" compare answers, so they have a zero of their own; those of
-        "group" are divided by a standard deviation of their own.
+        estimator: --advantage. "rloo" and "group" compare answers: their zero is the mean already. Those of
+        "group" are divided by a standard deviation of their own, so their unit is 1.
         """
         mask = rollout.mask
         if estimator in ("rloo", "group"):

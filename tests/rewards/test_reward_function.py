@@ -132,6 +132,16 @@ def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside
         called(reward_function.load_reward_function(spec))
 
 
+def test_a_name_of_the_run_is_refused_where_the_records_of_another_file_have_it(tmp_path):
+    """Records trained on have a "step", those that the judge sees have none."""
+    path = tmp_path / "f.py"
+    path.write_text("def f(p, r, a, step):\n    return []\n")
+    held_out = SimpleNamespace(columns={"prompt": None}, path="held.jsonl")
+    assert reward_function.load_reward_function(f"{path}:f", held_out, of_run=["step", "total_steps"])
+    with pytest.raises(InputError, match=r"'step' is no key of the records of held\.jsonl"):
+        reward_function.load_reward_function(f"{path}:f", held_out, of_run=["total_steps"])
+
+
 def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default():
     columns = {"prompt": None, "tests": None}
     for function in (lambda p, r, a, tests, level=1: 0, lambda a, b, c, **columns: 0):

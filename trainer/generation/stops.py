@@ -4,7 +4,7 @@
 special tokens given to ``--stop``): ``finished`` is True. It is a token of the response.
 - ``--stop``: the first token whose text completes a stop string (``StopStrings``); ``finished`` is True.
 - Its length: a response of ``max_gen_len`` tokens is cut, and ``finished`` is False. It is trained on like
-any other.
+any other, unless --mask_truncated leaves it out of the policy loss.
 - Not before ``--min_gen_len`` tokens (``EarlyEnds``): a stop string that an earlier token completes does not
 count.
 

@@ -29,7 +29,7 @@ import json
 import math
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -299,10 +299,16 @@ def finite(flag: str, scores: Tensor | list[float], texts: list[str]) -> Tensor:
 
 
 def load_reward(
-    args: Namespace, device: torch.device, dtype: torch.dtype, *datasets: RecordDataset | None
+    args: Namespace,
+    device: torch.device,
+    dtype: torch.dtype,
+    *datasets: RecordDataset | None,
+    of_run: Collection[str] = (),
 ) -> Reward:
-    """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for."""
-    function = load_reward_function(args.reward_fn, *datasets)  # before the models, which take long
+    """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for; of_run: what
+    else (``names_of_run``)."""
+    # Before the models, which take long.
+    function = load_reward_function(args.reward_fn, *datasets, of_run=of_run)
     return Reward(
         models=load_reward_models(args.reward_model, args, device, dtype),
         function=function,
@@ -322,11 +328,15 @@ def load_reward(
 
 @named_as_evaluation()
 def load_judge(
-    args: Namespace, device: torch.device, dtype: torch.dtype, held_out: RecordDataset | None
+    args: Namespace,
+    device: torch.device,
+    dtype: torch.dtype,
+    held_out: RecordDataset | None,
+    of_run: Collection[str] = (),
 ) -> Judge:
-    """Flags -> the ``Judge`` of the run. held_out: the records that its function may ask for. Raises
-    InputError as ``load_reward`` does, with the names of these flags."""
-    function = load_reward_function(args.eval_reward_fn, held_out)
+    """Flags -> the ``Judge`` of the run. held_out: the records that its function may ask for; of_run: as of
+    ``load_reward``. Raises InputError as that does, with the names of these flags."""
+    function = load_reward_function(args.eval_reward_fn, held_out, of_run=of_run)
     return Judge(
         models=load_reward_models(args.eval_reward_model, args, device, dtype),
         function=function,

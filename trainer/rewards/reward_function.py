@@ -41,17 +41,19 @@ class Request:
     responses: list[str]
     finished: list[bool]  # False for a response that was cut at --max_gen_len
     lengths: Sequence[int]  # in tokens
-    # {one of ``names_of_run``: its value}; step: how many batches the policy has learned from
+    # {one of ``names_of_run``: its value}; step: batches that were learned from so far
     of_run: dict[str, int] = field(default_factory=dict)
 
 
 NOTHING = Request([], [], [], [])
 
 
-def load_reward_function(spec: str, *datasets: RecordDataset | None) -> RewardFunction | None:
+def load_reward_function(
+    spec: str, *datasets: RecordDataset | None, of_run: Collection[str] = ()
+) -> RewardFunction | None:
     """``path.py:function`` -> the function, None for "". Raises InputError if it does not exist, if importing
     it fails, if it cannot be called with prompts, responses and answers, or if it asks for what the records
-    of one of the datasets do not have."""
+    of one of the datasets do not have. of_run: what it may ask for besides (``names_of_run``)."""
     if not spec:
         return None
     path, _, name = spec.rpartition(":")
@@ -72,7 +74,7 @@ def load_reward_function(spec: str, *datasets: RecordDataset | None) -> RewardFu
         raise InputError(f"--reward_fn {path}: has no function {name!r}")
     wanted(function)
     for data in filter(None, datasets):
-        check_columns(function, data.columns, str(data.path), names_of_run(*datasets))
+        check_columns(function, data.columns, str(data.path), of_run)
     return function
 
 

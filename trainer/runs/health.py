@@ -160,6 +160,7 @@ class Past:
             "responses": self.responses,
             "times_seen": self.known("total_steps") * self.responses / (self.known("prompts") or math.inf),
             "exact": self.known("dtype") == "float32",
+            "clips_tokens": self.known("policy_loss") != "gspo",
             "trained": self.trained,
             "responses_seen": self.trained * self.responses,
             "first_spread": max(values["reward/score_std"][:WINDOW], default=1.0),
