@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from types import SimpleNamespace
 from unittest.mock import ANY
 
 import pytest
@@ -12,7 +13,7 @@ from tiny import DIE, finish, flags, launch, load_weights, read_jsonl, run_files
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
-from trainer.options.best import Best, usual_metric
+from trainer.options.best import Best, best_so_far, first_best, usual_metric
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 6, "epochs": 9}
 SIZES |= {"device": "cpu", "log_interval": 1000, "critic_warmup_steps": 0, "dtype": "float32"}
@@ -168,3 +169,39 @@ def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(file
     message = "--best_metric eval/loss: no evaluation has it; choose one of .*eval/judge, .*eval/score_greedy"
     with pytest.raises(InputError, match=message):
         train_ppo.main(argv_of(files, tmp_path, best_metric="loss"))
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "accuracy", "answers", "pairs", "more"),
+    [
+        (False, False, 1, None, ""),
+        (False, False, 2, None, ""),  # without right answers nothing passes
+        (True, False, 1, None, "format_rate"),
+        (False, True, 1, None, "accuracy"),
+        (True, True, 2, [1], "format_rate accuracy pass@2 chosen_preferred"),
+    ],
+)
+def test_the_names_there_are_and_what_the_values_depend_on(reasoning, accuracy, answers, pairs, more):
+    args = SimpleNamespace(best_metric="", num_generations=answers)
+    args.eval_reward_fn, args.eval_reward_model = "j.py:j", ["m", "n=2"]
+    run = SimpleNamespace(
+        args=args,
+        reward=SimpleNamespace(names=["score"], reasoning=reasoning),
+        judge=SimpleNamespace(names=["judge"]),
+        held_out=SimpleNamespace(has_accuracy=accuracy, fingerprint="f"),
+        held_out_pairs=pairs,
+    )
+    assert first_best(run) == Best("f j.py:j m n=2")
+    sampled_only = ("pass@2", "chosen_preferred")
+    names = ["score", "judge", "length", "finished", *more.split()]
+    names += [f"{name}_greedy" for name in names if name not in sampled_only]
+    args.best_metric = "loss"
+    with pytest.raises(InputError) as caught:
+        first_best(run)
+    assert set(str(caught.value).partition("choose one of ")[2].split(", ")) == {f"eval/{n}" for n in names}
+
+
+def test_a_damaged_file_of_the_best_is_refused(tmp_path):
+    (tmp_path / "best.json").write_text('{"step": 1')
+    with pytest.raises(InputError, match=r"best\.json: is damaged; delete it"):
+        best_so_far(tmp_path, Best(), None)
