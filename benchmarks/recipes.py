@@ -17,10 +17,10 @@ from common import ROOT, read, table
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
 from model.model_minimind import MiniMindConfig, plain_config
+from trainer.default_rates import suited_rate
 from trainer.evaluation import BATCH
 from trainer.inputs import complete_sizes
 from trainer.memory_plan import GB, USABLE, Case, Sizes, fitted_plan
-from trainer.runs.learning_rate import suited_rate
 from trainer.train_ppo import flag_parser
 
 SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}

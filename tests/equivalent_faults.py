@@ -83,8 +83,8 @@ HAND_WRITTEN = {
     "trainer/runs/optimizer_step.py": [
         ("run.progress.token_budget = budget", "pass", "tests/compute/test_batching.py"),
     ],
-    "trainer/runs/learning_rate.py": [
-        ("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/runs/test_learning_rate.py"),
+    "trainer/default_rates.py": [
+        ("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/test_default_rates.py"),
     ],
     "trainer/generation/sampling.py": [
         ("(sums, target, right=True)", "(sums, target)", "tests/generation/test_sampling.py"),

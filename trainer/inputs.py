@@ -39,6 +39,7 @@ from model.loading import (
     tokenizer_source,
 )
 from trainer.compute.scoring import PolicyScorer
+from trainer.default_rates import suited_rate
 from trainer.evaluation import BATCH
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import sample
@@ -46,7 +47,6 @@ from trainer.generation.sampling import noise_keys
 from trainer.memory_plan import check_loading
 from trainer.options.offline import load_logged
 from trainer.runs.distributed import World
-from trainer.runs.learning_rate import suited_rate
 
 ANSWER = "<answer>"  # the tag of --reasoning
 LOOKED_AT = 256  # how many answers of the data are searched for it

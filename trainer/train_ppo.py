@@ -357,7 +357,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
     rollout.rewards = rewards
     rollout.outcomes = ppo.monte_carlo_returns(rewards, mask, args.gamma)
     if args.advantage == "gae":
-        run.value_scale.update(rollout, world.sum)  # changes the critic's head, and ``rollout.values``
+        rollout.values = run.value_scale.rescale_critic(rollout.values, rollout.outcomes, mask, world.sum)
         advantages, _ = ppo.gae(rewards, rollout.values, mask, args.gamma, args.lam)
         # The critic's returns have a lambda of their own.
         _, rollout.returns = ppo.gae(rewards, rollout.values, mask, args.gamma, args.critic_lam)
@@ -369,7 +369,8 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
         advantages = ppo.group_normalized(rewards, mask, args.num_generations)
     # GAE's and REINFORCE's less their mean; all but those of groups divided by their standard deviation, or
     # by that of earlier batches where all scores are equal.
-    run.advantage_scale.whiten(rollout, advantages, args.advantage, world.sum)
+    whitened = run.advantage_scale.whiten(advantages, rollout, args.advantage, world.sum)
+    rollout.advantages, rollout.advantage_std, rollout.advantage_unit = whitened
 
 
 def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Metrics]:
@@ -448,15 +449,16 @@ def train(
     sums = gradients(run, name, minibatch, token_count, number)
     metrics.merge(sums)
     metrics.keep_first("policy/ratio", "policy/first_ratio")  # of the first minibatch: it must be 1
-    watched = ["policy/loss", "policy/approx_kl"] if name == "actor" else ["value/loss"]
-    loss, *approx_kl = (run.world.sum(sums.totals(watched, run.world.device)) / token_count).tolist()
-    if name == "actor":
-        stopped = 0 < args.target_kl < approx_kl[0]
+    if name == "critic":
+        [total_loss] = sums.sums(["value/loss"], run.world)
+    else:
+        total_loss, total_kl = sums.sums(["policy/loss", "policy/approx_kl"], run.world)
+        stopped = 0 < args.target_kl < total_kl / token_count
         metrics.add("policy/early_stop", stopped)
         if stopped:
             learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
             return None
-    step = step_if_finite(run, learner, loss, number)
+    step = step_if_finite(run, learner, total_loss / token_count, number)
     metrics.add("policy/skipped_steps", not step.finite)
     group = "policy" if name == "actor" else "value"
     if step.finite:
@@ -481,19 +483,17 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
         step, older=args.replay_batches, count=len(rows_of_minibatch), epochs=args.ppo_epochs, seed=args.seed
     )
     first_number = step * run.updates_per_batch  # optimizer steps before this batch
-    training = ["critic"] if run.critic else []
-    if step >= run.learners["actor"].first_batch:  # --critic_warmup_steps
-        training.append("actor")
+    actor_trains = step >= run.learners["actor"].first_batch  # --critic_warmup_steps
     with phase("updates", len(order), "minibatches") as bar:
         for number, k in enumerate(order, first_number):  # number: optimizer step in the run; k: minibatch
-            taken = []
-            for name in list(training):
-                done = train(run, name, minibatches[k], token_counts[k], number, metrics)
-                if done is None:  # --target_kl
-                    training.remove(name)
-                else:
-                    taken.append(done)
-            if not training:
+            steps = []
+            if run.critic:
+                steps.append(train(run, "critic", minibatches[k], token_counts[k], number, metrics))
+            if actor_trains:
+                steps.append(train(run, "actor", minibatches[k], token_counts[k], number, metrics))
+                actor_trains = steps[-1] is not None  # None: --target_kl
+            taken = [done for done in steps if done]
+            if not taken:
                 break
             note_steps(run, taken)
             bar.update()

@@ -62,28 +62,29 @@ class AdvantageScale(RunningScale):
 
     def whiten(
         self,
-        rollout: Rollout,
         advantages: Tensor,
+        rollout: Rollout,
         estimator: str,
         sum_over_processes: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Fill ``rollout.advantages`` [B, R]: less their mean, divided by the batch's unit, 0 on padding.
+    ) -> tuple[Tensor, float, float]:
+        """Advantages [B, R] -> (the same less their mean, divided by the batch's unit, 0 on padding; their
+        standard deviation; the unit).
 
         estimator: --advantage. "rloo" and "group" compare answers: their zero is the mean already. Those of
         "group" are divided by a standard deviation of their own, so their unit is 1.
         """
         mask = rollout.mask
         if estimator in ("rloo", "group"):
-            rollout.advantage_std = ppo.root_mean_square(advantages, mask, sum_over_processes)
+            std = ppo.root_mean_square(advantages, mask, sum_over_processes)
         else:
-            advantages, rollout.advantage_std = ppo.centred(advantages, mask, sum_over_processes)
-        rollout.advantage_unit = 1.0
+            advantages, std = ppo.centred(advantages, mask, sum_over_processes)
+        unit = 1.0
         if estimator != "group":
             every_row = torch.ones_like(rollout.finished)
             scores = sum_over_processes(ppo.moments(rollout.scores, every_row))
             informative = ppo.mean_std(scores)[1] > 0  # False where all scores are equal
-            rollout.advantage_unit = self.unit(rollout.advantage_std, informative)
-        rollout.advantages = torch.where(mask, advantages / rollout.advantage_unit, 0.0)
+            unit = self.unit(std, informative)
+        return torch.where(mask, advantages / unit, 0.0), std, unit
 
     def unit(self, size: float, informative: bool) -> float:
         """size: of the batch's advantages, before they are divided; informative: not all scores are equal."""
@@ -102,29 +103,34 @@ class ValueScale(RunningScale):
         super().__init__()
         self.critic = critic
 
-    def update(self, rollout: Rollout, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
-        """Take in the outcomes of a batch before it is learned from. The first batch also sets the mean of
-        the values, and their slope where it is far off; those in ``rollout.values`` too."""
-        mask = rollout.mask
-        outcomes = rollout.outcomes
+    def rescale_critic(
+        self,
+        values: Tensor,
+        outcomes: Tensor,
+        mask: Tensor,
+        sum_over_processes: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Take in the outcomes [B, R] of a batch before it is learned from -> the critic's values [B, R] from
+        now on. The first batch sets their mean, and their slope where it is far off; later they stay."""
         total = sum_over_processes(ppo.moments(outcomes, mask))
-        error = sum_over_processes(ppo.moments(outcomes - rollout.values, mask))
+        error = sum_over_processes(ppo.moments(outcomes - values, mask))
         # Too large, or NaN: no optimizer step will be made of this batch, and no scale either.
         if not (total[1] <= LARGEST and error[1] <= LARGEST):
-            return
+            return values
         variance = ppo.mean_std(total)[1] ** 2
         if not self.batches:
             slope = 1.0
             intercept, error_std = ppo.mean_std(error)
-            _, spread = ppo.mean_std(sum_over_processes(ppo.moments(rollout.values, mask)))
+            _, spread = ppo.mean_std(sum_over_processes(ppo.moments(values, mask)))
             far_off = error_std**2 > MISLED * variance or spread**2 < SMALL * variance
             if variance and far_off:  # equal returns say nothing about a slope
-                slope, intercept = ppo.regression(rollout.values, outcomes, mask, sum_over_processes)
+                slope, intercept = ppo.regression(values, outcomes, mask, sum_over_processes)
             self.critic.map_values(slope, intercept)
-            rollout.values = torch.where(mask, slope * rollout.values + intercept, 0.0)
+            values = torch.where(mask, slope * values + intercept, 0.0)
         if variance:
             self.follow(variance)
             self.critic.rescale(self.std)
+        return values
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "scale": self.critic.scale}

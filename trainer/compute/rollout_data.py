@@ -49,9 +49,9 @@ class Rollout:
     rewards: Tensor = LATER  # [B, R]
     outcomes: Tensor = LATER  # [B, R] their discounted sums from each token on (Monte Carlo)
     returns: Tensor = LATER  # [B, R] what the critic learns, if there is one
+    advantages: Tensor = LATER  # [B, R] whitened
     advantage_std: float = 1.0  # before they were divided, in units of the reward
     advantage_unit: float = 1.0  # what they were divided by (value_scale.py)
-    advantages: Tensor = LATER  # [B, R]
 
     @property
     def mask(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Metrics of a step: means over tokens or sequences, exact over all micro-batches and processes."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,10 +40,10 @@ class Metrics:
         if name in self._totals and kept not in self._totals:
             self._totals[kept] = self._totals[name]
 
-    def totals(self, names: Iterable[str], device: torch.device) -> Tensor:
-        """The sums of these metrics on this process so far, fp64 [names]. Raises KeyError if nothing was
-        added to one of them."""
-        return together([self._totals[name][0] for name in names], device)
+    def sums(self, names: Sequence[str], world: World) -> list[float]:
+        """The sums of these metrics over all processes so far. Raises KeyError if nothing was added to one of
+        them."""
+        return world.sum(together([self._totals[name][0] for name in names], world.device)).tolist()
 
     def means(self, world: World) -> dict[str, float]:
         """{name: mean over all processes}. All processes must call it and have added the same names in the

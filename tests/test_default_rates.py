@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.runs.learning_rate import LORA_FACTOR, SUITED, suited_rate
+from trainer.default_rates import LORA_FACTOR, SUITED, suited_rate
 
 
 @pytest.mark.parametrize("kind", SUITED)
