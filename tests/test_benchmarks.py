@@ -142,26 +142,6 @@ def test_a_case_that_fails_leaves_the_others(benchmark, monkeypatch, capsys):
     assert "| x |\n|---|\n| 1 |\n| 2 |" in capsys.readouterr().out
 
 
-def test_parts_for_which_no_time_is_left_are_named(benchmark, monkeypatch, tmp_path, capsys):
-    gpu = benchmark("gpu")
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    monkeypatch.setenv("ALL_RESULTS", "")
-    monkeypatch.setattr(gpu, "write_results", lambda *args: None)
-    monkeypatch.setattr(gpu, "command", lambda part: [sys.executable, "-c", ""])
-    monkeypatch.setattr(gpu, "LEAST", 1000)
-    with pytest.raises(SystemExit):
-        gpu.main(["update", "phases", "--minutes", "1"])
-    assert "python benchmarks gpu update phases" in capsys.readouterr().out
-    monkeypatch.setattr(gpu, "LEAST", 0)
-    says = "print('noise'); print('## update, cuda'); print(); print('| ratio |')"
-    monkeypatch.setattr(gpu, "command", lambda part: [sys.executable, "-c", says])
-    gpu.main(["update"])
-    assert f"to send: {tmp_path / 'gpu.md'}" in capsys.readouterr().out
-    page = (tmp_path / "gpu.md").read_text()
-    assert page.startswith("# {'cpu'") and "| update |" in page
-    assert page.endswith("\n## update, cuda\n\n| ratio |\n") and "noise" not in page
-
-
 def test_what_cannot_be_measured_is_said_in_one_line(benchmark, capsys):
     """No GPU, and names that there are not; --help measures nothing."""
     main = benchmark("benchmarks.__main__")
@@ -272,9 +252,3 @@ def test_the_plan_was_within_a_tenth_of_every_measured_run(benchmark):
         assert 1 <= run["loading plan"] / run["peaks"]["loading"] <= 1.45, run["run"]
 
 
-def test_more_gpus_never_need_more_memory_each(benchmark):
-    plan = benchmark("plan")
-    for row in plan.each_gpu():
-        found = [float(row[f"{count}, sharded"]) for count in plan.SHARDED]
-        assert found == sorted(found, reverse=True), row
-        assert found[0] < float(row["2 or more"]), row

@@ -50,8 +50,11 @@ def test_every_ending_occurs(whole):
     assert all(3 <= row["length"] <= 8 for row in rows)
     assert {row["finished"] for row in rows} == {True, False}
     assert {row["parts"]["overlong"] < 0 for row in rows} == {True, False}
-    words = [(len(row["response"].split()), row["length"]) for row in rows if row["finished"]]
-    assert {length - count for count, length in words} >= {1, 2}  # an EOS or "d", and "b "
+    words = [(row["response"].split(), row["length"]) for row in rows if row["finished"]]
+    assert {length - len(found) for found, length in words} >= {1, 2}  # an EOS or "d", and "b "
+    assert all({"d", "h"}.isdisjoint(found[2:]) for found, _ in words)  # a reward sees no end
+    assert all(row["parts"]["missing_eos"] == 0 for row in rows if row["finished"])
+    assert read_jsonl(whole / "metrics.jsonl")[1]["rollout/sampler_gap"] < 1e-5
 
 
 def test_resuming_equals_never_having_stopped_bit_for_bit(whole, files, tmp_path):

@@ -10,7 +10,7 @@ import torch
 import transformers
 from test_families import FAMILIES, build
 from tiny import PYTHON, ROOT, WORDS, start_script, word_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import chat
 import export
@@ -47,53 +47,37 @@ THERE_AND_BACK = ["Llama", "Llama, tied", "Qwen2", "Qwen3", "Qwen3-MoE", "GPT-2"
 
 
 @pytest.mark.parametrize("family", THERE_AND_BACK)
-def test_there_and_back_in_fp32_and_in_narrower_types(family, tmp_path):
+def test_there_and_back_in_each_type(family, tmp_path):
     model, tokenizer = build(FAMILIES[family]()), word_tokenizer(WORDS, chat=True)
     with quiet():
         model.save_pretrained(tmp_path / "first")
     tokenizer.save_pretrained(tmp_path / "first")
-    run(tmp_path / "first", tmp_path / "second.pth", "--dtype", "float32")
-    run(tmp_path / "second.pth", tmp_path / "third", "--dtype", "float32")
-    assert json.loads((tmp_path / "third" / "config.json").read_text())["dtype"] == "float32"
-    for path in ("second.pth", "third"):
-        again = load_policy(tmp_path / path)
-        assert type(again) is type(model)
-        same_weights(again, model)
-    for path in ("second", "third"):
-        again = load_tokenizer(tmp_path / path)
-        assert again.get_vocab() == tokenizer.get_vocab() and again.chat_template == tokenizer.chat_template
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        paths = tmp_path / name, tmp_path / f"{name}_back.pth"
-        run(tmp_path / "second.pth", paths[0], "--dtype", name)
-        run(*paths, "--dtype", name)
-        for path in paths:
-            same_weights(load_policy(path), build(FAMILIES[family]()).to(dtype).float())
-        assert AutoModelForCausalLM.from_pretrained(paths[0]).dtype == dtype
+        pth, folder = tmp_path / f"{name}.pth", tmp_path / f"{name}_back"
+        run(tmp_path / "first", pth, "--dtype", name)
+        run(pth, folder, "--dtype", name)
+        for path in (pth, folder):
+            again = load_policy(path)
+            assert type(again) is type(model)
+            same_weights(again, build(FAMILIES[family]()).to(dtype).float())
+            again = load_tokenizer(path.with_suffix(""))
+            assert again.get_vocab() == tokenizer.get_vocab()
+            assert again.chat_template == tokenizer.chat_template
+        assert json.loads((folder / "config.json").read_text())["dtype"] == name
+        assert AutoModelForCausalLM.from_pretrained(folder).dtype == dtype
 
 
 @pytest.mark.parametrize(("name", "kind"), [("minimind2_dense", "Llama"), ("minimind3_dense", "Qwen3")])
-def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
-    """A class of transformers gives MiniMind's own logits; exported back, it has MiniMind's keys."""
+def test_minimind_becomes_a_plain_model_with_its_own_logits(name, kind, tmp_path):
     words_for_golden().save_pretrained(tmp_path / "words")
     words = ("--tokenizer", tmp_path / "words")
     run(GOLDEN / f"{name}.pth", tmp_path / "plain", *words, "--dtype", "float32")
-    config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    assert config["architectures"] == [f"{kind}ForCausalLM"]
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e6
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     expected = torch.load(GOLDEN / f"{name}.expected.pt", weights_only=True)
     assert type(model) is getattr(transformers, f"{kind}ForCausalLM")
     with torch.no_grad():
         assert (model(expected["input_ids"]).logits - expected["logits"]).abs().max() <= 1e-5
-
-    run(tmp_path / "plain", tmp_path / "back.pth")
-    assert type(load_policy(tmp_path / "back.pth")) is type(model)
-    state, own = (
-        torch.load(path, weights_only=True) for path in (tmp_path / "back.pth", GOLDEN / f"{name}.pth")
-    )
-    assert state.keys() == own.keys()
-    assert all(torch.equal(state[key], own[key]) for key in own)
 
 
 @pytest.fixture(scope="module")
@@ -135,17 +119,13 @@ def test_it_ends_at_stop_strings_too(tmp_path, monkeypatch, capsys):
     assert said.count("answer") == 1 and "</answer>" not in said
 
 
-def test_the_files(exported):
+def test_the_card_has_the_facts(exported):
     card = (exported / "README.md").read_text()
     for line in ("architecture | `LlamaForCausalLM`", "parameters | 804,608", "weights | float16"):
         assert f"| {line} |\n" in card
     names = "README.md chat_template.jinja config.json generation_config.json model.safetensors"
     names += " tokenizer.json tokenizer_config.json"
     assert sorted(path.name for path in exported.iterdir()) == names.split()
-    settings = json.loads((exported / "tokenizer_config.json").read_text())  # what older transformers need
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert json.loads((exported / "config.json").read_text())["rope_theta"] == 1e6
-    assert AutoTokenizer.from_pretrained(exported).get_vocab() == load_tokenizer(DEMO).get_vocab()
 
 
 def test_generation_ends_where_training_ended_it_and_the_card_reads_the_tokenizer_right(tmp_path):
@@ -193,25 +173,6 @@ def test_bad_input(kind, tmp_path, demo, monkeypatch):
     assert kind in str(caught.value) and "\n" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "full" / "file").read_text() == (tmp_path / "full.pth").read_text() == "mine"
-
-
-@pytest.mark.parametrize("direction", ["to a directory", "to a .pth"])
-def test_what_a_type_cannot_hold_is_not_written(direction, tmp_path):
-    model = build(FAMILIES["Llama"]())
-    model.lm_head.weight.data[0, 0] = 1e6
-    if direction == "to a .pth":
-        with quiet():
-            model.save_pretrained(tmp_path / "source")
-        word_tokenizer(WORDS).save_pretrained(tmp_path / "source")
-        source, target = tmp_path / "source", tmp_path / "new.pth"
-    else:
-        source, target = tmp_path / "source.pth", tmp_path / "new"
-        save_policy(model, word_tokenizer(WORDS), source, torch.float32)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InputError, match=r"lm_head\.weight has values that are NaN or too large for torch"):
-        run(source, target)
-    assert sorted(tmp_path.rglob("*")) == before
-    run(source, target, "--dtype", "bfloat16")
 
 
 def test_the_real_command_line(demo, tmp_path, capsys):

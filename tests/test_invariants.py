@@ -1,7 +1,6 @@
 """Invariants of a PPO step: ratio 1 and KL 0 at the start; cutting and padding change nothing."""
 
 import copy
-from dataclasses import fields
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from tiny import flags
 
 from trainer import train_ppo
 from trainer.compute import scoring
-from trainer.compute.rollout_data import Rollout, length_mask
+from trainer.compute.rollout_data import length_mask
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
@@ -72,22 +71,6 @@ def furthest(left, right):
 
 
 # ---------------------------------------------------------------------------------- before the first update
-
-
-def test_the_fields_of_a_rollout_stand_in_the_order_in_which_they_are_filled(files, monkeypatch):
-    run, prompts = make_run(files, entropy_top=0.5)  # which fills the field ``counted`` too
-    batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]))
-    order, put = {}, Rollout.__setattr__
-
-    def noting(rollout, name, value):
-        if rollout is batch.rollout:
-            order.setdefault(name, len(order))
-        put(rollout, name, value)
-
-    monkeypatch.setattr(Rollout, "__setattr__", noting)
-    train_ppo.fill_rollout(run, 0, batch, Metrics())
-    declared = [field.name for field in fields(Rollout)]
-    assert declared[declared.index("sampler_logprobs") + 1 :] == list(order)
 
 
 def test_ratio_is_one_and_kl_zero_before_the_first_update(files):

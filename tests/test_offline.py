@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from test_invariants import ALONE, make_run
+from test_invariants import make_run
 from tiny import WORDS, run_files, write_jsonl
 
 from trainer import train_ppo
 from trainer.evaluation import evaluate_actor, evaluate_pairs
-from trainer.runs.metrics import Metrics
 
 
 @torch.no_grad()
@@ -44,27 +43,6 @@ def one_batch(run, step=0):
     size = run.args.batch_size
     items = [run.data[(step * size + i) % len(run.data)] for i in range(size)]
     return train_ppo.collect(run, step, iter([items])), items
-
-
-def test_the_reference_counts_as_the_author_and_the_logged_score_as_the_reward(files):
-    run, _ = make_run(files, epochs=9)
-    batch, items = one_batch(run)
-    moved(run.actor, 0)  # it is not the author
-    metrics = Metrics()
-    rollout = train_ppo.fill_rollout(run, 0, batch, metrics)
-    assert rollout.responses() == [item.response_ids for item in items]
-    assert rollout.finished.all() and batch.texts == [item.response for item in items]
-    mask = rollout.mask
-    for row, item in enumerate(items):
-        assert torch.allclose(rollout.old_logprobs[row][mask[row]], plain_logprobs(run.ref, item), atol=1e-5)
-    assert rollout.importance_weights[mask].eq(1).all()
-    last = rollout.response_len - 1
-    assert rollout.rewards.gather(1, last[:, None])[:, 0].tolist() == [item.score for item in items]
-    assert rollout.rewards.abs().sum() == len(items)
-    measured = metrics.means(ALONE)
-    assert not [name for name in measured if name.startswith(("kl/", "rollout/"))]  # of samples only
-    ratio = train_ppo.gradients(run, "actor", rollout, mask.sum(), 0).means(ALONE)["policy/ratio"]
-    assert abs(ratio - 1) > 1e-3
 
 
 def test_without_an_evaluation_there_is_no_sampler(files):

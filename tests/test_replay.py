@@ -9,7 +9,6 @@ from test_invariants import ALONE
 from tiny import tiny_llama
 
 from dataset.data_order import epoch_order, local_positions, minibatch_order
-from trainer.compute.rollout_data import join_rollouts
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.options.replay import FIELDS, Replay, newest_rows
@@ -33,14 +32,6 @@ def same_rows(left, right):
         assert getattr(left, name).equal(getattr(right, name)), name
     for name in ("sampler_logprobs", "ref_logprobs"):
         assert getattr(left, name)[left.mask].equal(getattr(right, name)[right.mask]), name
-
-
-def test_joined_rollouts_have_all_rows_in_order():
-    one, two = rollout_of(1), rollout_of(3)
-    joined = join_rollouts([one, two])
-    same_rows(joined.rows(range(8)), one)
-    same_rows(joined.rows(range(8, 16)), two)
-    assert joined.values is None
 
 
 def test_the_last_batches_are_kept_and_stand_before_the_new_one():

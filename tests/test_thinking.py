@@ -291,20 +291,3 @@ def test_the_stages_before_keep_them_too(thinkers, tmp_path, main, sides, capsys
     assert f"\ntemplate with {kwargs}" in capsys.readouterr().out
     kept = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("tokenizer_config.json")]
     assert kept[0]["chat_template_kwargs"] == {"enable_thinking": False}
-
-
-def test_two_processes_and_a_resumed_run_render_the_same(thinkers, tmp_path):
-    held_out = tiny.write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": f"a {w}"} for w in tiny.WORDS])
-    thinking = {"thinking_ratio": 0.5, "thinking_reward": 1, "eval_data_path": held_out}
-    values = thinkers["MiniMind-3"] | RUN | thinking
-    one, two, again = (tmp_path / name for name in ("one", "two", "again"))
-    train_ppo.main(tiny.flags(**values, **same_runs.sizes(16), out_dir=one))
-    same_runs.resumed_is_the_same(
-        one / "r", tiny.flags(**values, **same_runs.sizes(16), out_dir=again), again, 4
-    )
-    same_runs.run_in_two_processes(tiny.flags(**values, **same_runs.sizes(8), out_dir=two))
-    same_runs.same_weights(one / "r", two / "r", 4)
-    same_runs.same_metrics(
-        one / "r", two / "r", {"reward/thinking", "eval/thinking", "rollout/length"}, abs=1e-6
-    )
-    assert any(line.get("reward/thinking") for line in tiny.read_jsonl(one / "r/metrics.jsonl"))

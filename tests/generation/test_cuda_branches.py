@@ -148,20 +148,31 @@ def test_other_families_can_be_captured(name, gpu):
 
 
 def test_only_the_first_capture_has_a_step_that_may_wait(monkeypatch):
-    """The first step of all looks for kernels, which waits. Later captures warm up with one step."""
+    """The first step of all looks for kernels, which waits. Later captures warm up with one step, in which
+    alone a wait is an error. What torch says of that mode is left out."""
+
+    def set_mode(mode):
+        if mode == "error":
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        modes.append(mode)
+
     monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: SimpleNamespace(wait_stream=print))
     modes = ["default"]
     names = {"current_device": lambda: 0, "current_stream": lambda: SimpleNamespace(wait_stream=print)}
     names |= {"stream": contextlib.nullcontext, "get_sync_debug_mode": lambda: modes[-1]}
-    for name, value in (names | {"set_sync_debug_mode": modes.append}).items():
+    for name, value in (names | {"set_sync_debug_mode": set_mode}).items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(CudaGraphs, "record", lambda self, step: lambda: None)
     graphs, found = CudaGraphs(torch.device("cuda")), []
+    warnings.simplefilter("error")  # pytest sets it back
     for key in (1, 2, 1):
         graphs.run(key, lambda: found.append(modes[-1]), torch.zeros(1))
     graphs.forget()
     graphs.run(1, lambda: found.append(modes[-1]), torch.zeros(1))
     assert found == ["default", "error", "error", "error"]
+    with pytest.raises(ValueError, match="inside"), waiting_is_an_error():
+        raise ValueError("inside")
+    assert modes[-2:] == ["error", "default"]
 
 
 class Waiting(torch.nn.Module):
@@ -253,23 +264,6 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(monkeypatch):
     assert inside == [["main", "side"]]
     assert streams == ["main"]
     assert graphs.pool is None
-
-
-def test_waiting_is_an_error_only_inside_and_without_a_word(monkeypatch):
-    modes = [0]
-
-    def set_mode(mode):
-        if mode == "error":
-            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
-        modes.append(mode)
-
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    with warnings.catch_warnings(), pytest.raises(ValueError, match="inside"):
-        warnings.simplefilter("error")
-        with waiting_is_an_error():
-            raise ValueError("inside")
-    assert modes == [0, "error", 0]
 
 
 @pytest.fixture
@@ -400,24 +394,6 @@ def test_a_rollout_waits_for_its_checks_and_its_results(model, gpu):
     assert results(sampler.engine).responses() == wanted.responses()
 
 
-def test_a_finished_sequence_that_is_seen_late_changes_nothing(model, gpu):
-    """It decodes on until the next check, and writes nothing that is read."""
-    gpu.setattr(engine, "STEPS_PER_CHECK", 3)
-    sampler, live = Sampler(model, slots=7), []
-    compact = engine.Engine.compact
-
-    def look(self):
-        live.append(self.done[: self.live].tolist())
-        compact(self)
-        assert max(self.position.tolist()) <= self.longest <= self.cache.width
-
-    gpu.setattr(engine.Engine, "compact", look)
-    rollout = answers(sampler)
-    assert any(0 < sum(done) < len(done) for done in live)
-    assert rollout.tokens.equal(plain(model).tokens)
-    assert max(rollout.layout.lengths) <= sampler.engine.cache.width
-
-
 @pytest.mark.parametrize("slots", [5, 64])
 def test_equal_prompts_go_through_the_model_once(model, slots, monkeypatch):
     """Each answer is that of a prompt alone: the noise depends on the row, the keys and values do not."""
@@ -436,16 +412,10 @@ def test_equal_prompts_go_through_the_model_once(model, slots, monkeypatch):
 def test_all_experts_compute_what_the_chosen_ones_compute(version):
     """A GPU's copy decodes so, without waiting; an expert that was not chosen may be infinite, as in
     fp16. The tokens of a prompt go only through the experts that they chose."""
-    policy, other = (build(FAMILIES[f"MiniMind {version} MoE"](), SPREAD) for _ in range(2))
-    mixtures = [m for m in other.modules() if hasattr(m, "experts")]
-    assert len(mixtures) == 2  # one a layer
-    moe, hidden = mixtures[0], torch.rand(6, 1, 32)
-    for m in mixtures:
-        m.all_in_steps = True
-    tokens = torch.arange(60).view(60, 1) % 10
+    policy = build(FAMILIES[f"MiniMind {version} MoE"](), SPREAD)
+    moe = next(m for m in policy.modules() if hasattr(m, "experts"))
+    hidden = torch.rand(6, 1, 32)
     with torch.no_grad():
-        wanted, found = policy(tokens).logits, other(tokens).logits
-        assert torch.allclose(wanted, found, atol=1e-4 * wanted.abs().max().item())
         moe.experts[1].down_proj.weight.fill_(torch.inf)
         moe.gate.weight.copy_(torch.tensor([1.0, -1.0, 0.9, 0.8])[:, None].expand(4, 32))
         moe.all_in_steps = False

@@ -10,14 +10,13 @@ import sys
 import pytest
 import torch
 from test_families import FAMILIES, VOCAB, build
-from tiny import ROOT, tiny_llama, word_tokenizer
+from tiny import ROOT, tiny_llama
 
 from trainer.compute.precision import round_frozen
 from trainer.compute.scoring import PolicyScorer, pack_sequences, score_all
 from trainer.generation.engine import Sampler, sample
 from trainer.generation.kv_cache import KVCache
-from trainer.generation.sampling import noise_keys, uniform
-from trainer.generation.stops import response_texts
+from trainer.generation.sampling import noise_keys
 from trainer.inputs import check_sampling
 
 PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
@@ -32,30 +31,6 @@ def model():
 def draw(model, rows, max_gen_len=10, temperature=1.0, eos=(0,), seed=7):
     keys = noise_keys(seed, 3, rows)
     return sample(model, [PROMPTS[i] for i in rows], keys, list(eos), max_gen_len, temperature)
-
-
-def test_noise_is_uniform_and_uncorrelated():
-    keys = noise_keys(1, 0, list(range(20_000)))
-    u = uniform(keys, 8).T  # [8, 20000]
-    assert (u >= 0).all()
-    assert (u < 1).all()
-    assert (u.mean(1) - 0.5).abs().max() < 0.01  # five standard errors
-    assert (u.var(1) - 1 / 12).abs().max() < 0.003
-    counts = torch.stack([torch.histc(row.float(), 20, 0, 1) for row in u])
-    chi2 = ((counts - 1000) ** 2 / 1000).sum(1)  # 19 degrees of freedom
-    assert chi2.max() < 50
-    assert torch.corrcoef(u).fill_diagonal_(0).abs().max() < 0.03
-
-
-def test_texts_leave_out_an_eos_that_is_an_ordinary_token():
-    """A generation config may name any token as an end. It is no special token of the tokenizer."""
-    tokenizer, model = word_tokenizer(["a", "b", "c"]), tiny_llama(5, spread=3.0)
-    rollout = sample(model, [[2]] * 16, noise_keys(0, 0, list(range(16))), [3], 4, 1.0)
-    texts = response_texts(rollout, tokenizer)
-    assert 0 < rollout.finished.sum() < 16
-    for ids, ended, text in zip(rollout.responses(), rollout.finished, texts, strict=True):
-        assert (ids[-1] == 3) == ended
-        assert text.split() == [tokenizer.convert_ids_to_tokens(i) for i in ids if i not in (0, 3)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 11])

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from recorded_graphs import sample_as_on_a_gpu, without_kernels
-from tiny import flags, read_jsonl, run_files, tiny_llama, word_tokenizer
+from tiny import tiny_llama, word_tokenizer
 from tiny_tokenizers import TOKENIZERS, byte_level, ids_of
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -192,37 +192,6 @@ def test_the_scorer_gives_the_log_probs_of_the_sampler(model):
     assert (entropy[:, 4:] - more[:, 4:]).abs().max() < 1e-6
 
 
-def run(tmp_path, *more, **values):
-    """A run whose held-out data are those it learns from -> (lines of metrics.jsonl, all samples)"""
-    files = run_files(tmp_path, count=16)
-    sizes = {"batch_size": 8, "mini_batch_size": 8, "max_steps": 2, "dtype": "float32", "device": "cpu"}
-    sizes |= {"critic_warmup_steps": 0, "replay_batches": 1, "eval_data_path": files["data_path"]}
-    argv = flags(**{**files, **sizes, **values, "out_dir": tmp_path, "run_name": "r"})
-    train_ppo.main([*argv, *more])
-    names = [tmp_path / "r" / f"{name}.jsonl" for name in ("metrics", "samples", "eval_samples")]
-    lines, samples, evaluated = map(read_jsonl, names)
-    assert lines[1]["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
-    return lines, samples + evaluated
-
-
-def test_a_run_with_adapters_replay_and_an_old_actor(tmp_path):
-    """The ratio is 1 before the first update, and no response of training or evaluation is too short."""
-    lines, rows = run(tmp_path, max_gen_len=6, min_gen_len=4, lora_r=2, update_old_actor_freq=2)
-    assert lines[1]["rollout/sampler_gap"] < 1e-5
-    assert lines[1]["kl/k1"] == pytest.approx(0, abs=1e-6)
-    assert all(4 <= row["length"] <= 6 for row in rows)
-
-
-def test_a_run_learns_from_the_stop_string_and_its_reward_does_not_see_it(tmp_path):
-    """Responses that a stop string ends are finished; evaluation has the same ends."""
-    _, rows = run(tmp_path, "--stop", "a", "c", "--stop_token_ids", "5", max_gen_len=12)
-    assert not any({"a", "c", "d"} & set(row["response"].split()) for row in rows)
-    ended = [row for row in rows if row["finished"]]
-    assert len(ended) > len(rows) / 3
-    assert all(row["parts"]["missing_eos"] == 0 for row in ended)
-    assert all(row["length"] == len(row["response"].split()) + 1 for row in ended if row["response"])
-
-
 def endings(*argv, tokenizer=None):
     tokenizer = tokenizer or word_tokenizer(WORDS)
     args = train_ppo.parse_args(["--reasoning", "0", *argv])
@@ -253,8 +222,3 @@ def test_flags_to_ends():
 def test_a_stop_that_cannot_be_one_is_a_line(argv, line):
     with pytest.raises(InputError, match=line):
         endings(*argv)
-
-
-def test_more_than_the_longest_response_is_refused():
-    with pytest.raises(InputError, match="--min_gen_len 65: must be at most --max_gen_len 64"):
-        train_ppo.parse_args(flags(min_gen_len=65))

@@ -1,9 +1,6 @@
-"""Sampling on a GPU: captured steps beside plain ones, engines rebuilt, captures that fail, endings."""
+"""Sampling on a GPU: captured steps beside plain ones and a CPU's, waits, endings, too little memory."""
 
-import copy
-import gc
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -22,10 +19,9 @@ from on_gpu import (
 from tiny import llama_config, word_tokenizer
 from transformers import LlamaForCausalLM
 
-from trainer.compute.scoring import PolicyScorer, score_all
 from trainer.generation.engine import Sampler, sample
 from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import StopStrings, early_ends
+from trainer.generation.stops import StopStrings
 
 pytestmark = needs_gpu
 FAMILIES = [*MODELS, *MOE]
@@ -53,100 +49,29 @@ def stops(model):
     return StopStrings(["b c", "d", "f a"], word_tokenizer(words))
 
 
-def test_captured_steps_are_greedy_as_generate(model):
-    sampler = Sampler(model, slots=7)
-    rollout = drawn(sampler, temperature=0.0)
-    assert sampler.engine.graphs.captured
-    for prompt, response in zip(PROMPTS, rollout.responses(), strict=True):
-        ids = torch.tensor([prompt], device="cuda")
-        options = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": 0}
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        assert response == answer[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize("slots", [1, 7, 64])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_samples_depend_neither_on_slots_nor_on_the_device(name, slots):
-    """In fp32 only a draw within rounding of a boundary may differ."""
+@pytest.mark.parametrize("name", [*FAMILIES, "wide"])
+def test_samples_are_those_of_a_cpu(name):
+    """In fp32 only a draw within rounding of a boundary may differ; of a large vocabulary more do."""
     model = made(name)
     here = sample(model, PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
-    there = drawn(Sampler(model.cuda(), slots=slots))
-    assert share_of_equals(here, there) > 0.95
+    there = drawn(Sampler(model.cuda(), slots=7))
+    assert share_of_equals(here, there) > (0.8 if name == "wide" else 0.95)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_captured_steps_sample_what_plain_steps_sample(name, dtype):
-    """In the same shapes, so bit for bit, the log-probs too."""
+    """In the same shapes, so bit for bit, the log-probs too; newer weights as well."""
     model = made(name).cuda()
     sampler = Sampler(model, dtype, slots=7)
-    captured = drawn(sampler)
-    assert sampler.engine.graphs.captured, "no step was captured"
-    with no_graphs():
-        plain = drawn(Sampler(model, dtype, slots=7))
-    assert captured.responses() == plain.responses()
-    assert captured.sampler_logprobs.equal(plain.sampler_logprobs)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_what_is_sampled_is_what_is_scored(model, dtype, temperature):
-    rollout = drawn(Sampler(model, dtype), temperature=temperature)
-    scorer = PolicyScorer(model)
-    scored = score_all(rollout, lambda rows: scorer(*rows.sequences, temperature)[0])
-    gaps = (scored - rollout.sampler_logprobs).abs()
-    assert gaps.sum() / rollout.mask.sum() < 0.02, "the sampler's mean error"
-    assert dtype != torch.float32 or gaps.max() < 1e-3
-
-
-def test_long_responses_in_several_shapes():
-    """Rows and columns pass through several sizes of captured steps; sequences end at different times."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(llama_config(40, layers=1)).eval()
-    prompts = [[1 + (i + j) % 39 for j in range(3 + 2 * i)] for i in range(20)]
-    here = drawn(Sampler(model), prompts, max_gen_len=160)
-    sampler = Sampler(model.cuda(), slots=16)
-    there = drawn(sampler, prompts, max_gen_len=160)
-    assert len({len(r) for r in there.responses()}) > 5
-    assert len(sampler.engine.graphs.captured) > 2
-    assert share_of_equals(here, there) >= 0.9
-
-
-def test_the_vocabulary_of_qwen():
-    model = made("wide")
-    here = sample(model, PROMPTS[:6], noise_keys(7, 3, range(6)), [0], 6, 1.0)
-    there = drawn(Sampler(model.cuda()), PROMPTS[:6], max_gen_len=6)
-    assert share_of_equals(here, there) > 0.8  # a token's share of the CDF is small here
-
-
-def test_one_engine_for_newer_weights_two_temperatures_and_two_eos(model):
-    model = copy.deepcopy(model)
-    sampler = Sampler(model, slots=7)
-    cases = [(t, eos) for t in (1.0, 0.0, 0.5, 1.0) for eos in ((0,), (0, 3))]
-    for temperature, eos in cases:
-        mixed = drawn(sampler, temperature=temperature, eos=eos)
-        fresh = drawn(Sampler(model, slots=7), temperature=temperature, eos=eos)
-        assert mixed.responses() == fresh.responses()
-    graphs = dict(sampler.engine.graphs.captured)
-    again = drawn(sampler.load(changed(model)), temperature=temperature, eos=eos)
-    kept = sampler.engine.graphs.captured
-    assert all(kept[key] is graph for key, graph in graphs.items()), "the same graphs read the new weights"
-    assert again.responses() == drawn(Sampler(model, slots=7), eos=eos).responses()
-
-
-def test_an_engine_that_is_rebuilt_leaves_no_cache_behind(model):
-    """By the count of references alone: Python's garbage collector may be off during a run."""
-    sampler = Sampler(model, slots=7)
-    drawn(sampler, [p[:2] for p in PROMPTS])
-    old = weakref.ref(sampler.engine.cache)
-    gc.disable()
-    try:
-        longer = [[3] * 40, *PROMPTS]
-        again = drawn(sampler, longer, max_gen_len=12)
-        assert old() is None, "the old KV cache is still in memory"
-    finally:
-        gc.enable()
-    assert again.responses() == drawn(Sampler(model, slots=7), longer, max_gen_len=12).responses()
+    for _ in range(2):
+        captured = drawn(sampler.load(model))
+        assert sampler.engine.graphs.captured, "no step was captured"
+        with no_graphs():
+            plain = drawn(Sampler(model, dtype, slots=7))
+        assert captured.responses() == plain.responses()
+        assert captured.sampler_logprobs.equal(plain.sampler_logprobs)
+        changed(model)
 
 
 def test_a_step_that_waits_for_the_gpu_is_not_captured_and_one_line_says_so(model):
@@ -180,27 +105,14 @@ def test_decoding_hardly_waits_for_the_gpu(model, stops, stopped):
     assert len(found) <= 64 // 8 + (14 if stopped else 12), [f"{w.filename}:{w.lineno}" for w in found]
 
 
-@pytest.mark.parametrize("slots", [5, 64])
-def test_endings_are_those_of_a_cpu(stops, slots):
-    on_cpu, on_gpu = Sampler(made("Llama, tied")), Sampler(made("Llama, tied").cuda(), slots=slots)
+def test_endings_are_those_of_a_cpu(stops):
+    on_cpu = Sampler(made("Llama, tied"))
+    on_gpu = Sampler(made("Llama, tied").cuda(), slots=5)
     for least, strings in ((0, stops), (4, None), (4, stops), (2, stops)):
         one, other = (drawn(sampler, least=least, stops=strings) for sampler in (on_cpu, on_gpu))
         assert share_of_equals(one, other) > 0.9  # rounding may choose another token
         assert other.response_len.min() >= least
     assert on_gpu.engine.graphs.captured
-
-
-def test_the_scorer_forbids_the_same(model):
-    rollout, found = drawn(Sampler(model), least=5), []
-    for early in (None, early_ends(5, [0])):
-        scorer = PolicyScorer(model.requires_grad_(), early_ends=early)
-        scorer(*rollout.sequences, 1.0)  # ids and places are sent
-        with waits() as here:
-            logprobs, _, _ = scorer(*rollout.sequences, 1.0)
-            logprobs.sum().backward()
-        found.append(len(here))
-    assert found[1] == found[0]
-    assert (logprobs - rollout.sampler_logprobs).abs().max() < 1e-3
 
 
 @needs_real_gpu

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from on_gpu import needs_gpu
-from tiny import WORDS, flags, read_jsonl, save_policy_dir, save_reward_dir, word_tokenizer, write_jsonl
+from tiny import WORDS, flags, read_jsonl, save_policy_dir, word_tokenizer, write_jsonl
 
 import chat
 from dataset.demo import make_reward
 from trainer import train_reward, train_sft
-from trainer.rewards.reward_models import load_reward_model
 
 pytestmark = needs_gpu
 
@@ -57,16 +56,6 @@ def test_a_stage_logs_what_the_cpu_logs(files, tmp_path, case):
             if not name.startswith("perf/"):
                 assert there[name] == pytest.approx(here[name], rel=1e-2, abs=1e-2), name
     assert len(lines["cuda", "auto"]) == len(lines["cpu", "float32"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_reward_model_scores_as_on_the_cpu(tmp_path, dtype):
-    path = save_reward_dir(tmp_path / "reward", word_tokenizer(WORDS, chat=True))
-    asked = [(" ".join(WORDS[: 1 + n % 7]), " ".join(WORDS[n % 5 :])) for n in range(20)]
-    here = load_reward_model(path, torch.device("cpu"))(asked)
-    there = load_reward_model(path, torch.device("cuda", 0), dtype=dtype)(asked)
-    assert there.device.type == "cpu"
-    assert torch.allclose(here, there, atol=1e-4 if dtype == torch.float32 else 0.02)
 
 
 def test_chat_answers(files, capsys):

@@ -12,7 +12,6 @@ from on_gpu import (
     MODELS,
     MOE,
     PROMPTS,
-    REAL,
     assert_near,
     made,
     needs_bf16,
@@ -26,7 +25,6 @@ from same_runs import same_weights
 
 from model.critic import CriticModel
 from model.lora import add_adapters
-from trainer.compute import kernels
 from trainer.compute.attention import ATTENTION
 from trainer.compute.batching import Layout
 from trainer.compute.fused_layers import KNOWN
@@ -89,15 +87,13 @@ def likeness(here, there):
     return torch.nn.functional.cosine_similarity(a, b, dim=0).item()
 
 
-@pytest.mark.parametrize("more", [{}, {"checkpointing": 1}, {"lora_r": 4}], ids=str)
-@pytest.mark.parametrize("name", [*MODELS, *MOE, "wide"])
+PARTS = [(name, {}) for name in (*MODELS, *MOE, "wide")]
+PARTS += [("Qwen3", {"checkpointing": 1}), ("MiniMind 3 MoE", {"checkpointing": 1}), ("Qwen2", {"lora_r": 4})]
+
+
+@pytest.mark.parametrize(("name", "more"), PARTS, ids=str)
 def test_scores_and_gradients_are_the_cpus(name, more):
-    if "lora_r" in more and name in (*MOE, "GPT-2", "wide"):
-        pytest.skip("adapters of these have tests of their own")
-    here, there = scored(made(name), "cpu"), scored(made(name), "cuda", **more)
-    if "lora_r" in more:
-        here = scored(made(name), "cpu", **more)
-    gap, where = worst_gap(here, there)
+    gap, where = worst_gap(scored(made(name), "cpu", **more), scored(made(name), "cuda", **more))
     assert gap < 2e-3, where
 
 
@@ -133,17 +129,6 @@ def test_sequences_are_packed_and_layers_fused(family, heads, dtype):
     known = [m for m in backbone.modules() if type(m).__name__ in KNOWN]
     assert known
     assert [type(m).__name__ for m in known if "forward" not in vars(m)] == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_triton_kernels_compute_what_torch_does(dtype, monkeypatch):
-    assert kernels.kernels_of("cuda") or not REAL
-    with_kernels = scored(made("Qwen3"), "cuda", dtype)
-    monkeypatch.setattr(kernels, "_cuda", lambda: None)
-    without = scored(made("Qwen3"), "cuda", dtype)
-    assert likeness(with_kernels, without) > 0.995
-    limit = 1e-4 if dtype == torch.float32 else 0.2
-    assert (with_kernels["logprobs"] - without["logprobs"]).abs().max() < limit
 
 
 @needs_real_gpu
@@ -203,18 +188,8 @@ def test_a_run_in_fp32_logs_what_the_cpu_logs(tmp_path, name):
         assert train(tmp_path / "half", **files, dtype="auto")[-1]["rollout/sampler_gap"] < 0.1
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=needs_bf16), "float16"])
-@pytest.mark.parametrize("more", [{}, {"lora_r": 2}, {"gradient_checkpointing": 1}], ids=str)
-def test_a_run_in_half_precision(tmp_path, dtype, more):
-    """One minibatch a step: the ratio is 1 before its update."""
-    sizes = {"mini_batch_size": 8, "ppo_epochs": 1, "critic_warmup_steps": 0}
-    steps = train(tmp_path, **run_files(tmp_path / "files", dtype=dtype, **sizes, **more))
-    assert [step["policy/ratio"] for step in steps[1:]] == [pytest.approx(1.0, abs=1e-3)] * 3
-    assert steps[1]["rollout/sampler_gap"] < 0.1
-
-
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
-@pytest.mark.parametrize("more", [{}, {"lora_r": 2}, {"update_old_actor_freq": 2}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"lora_r": 2, "update_old_actor_freq": 2}], ids=str)
 def test_a_deterministic_run_resumes_bit_for_bit(tmp_path, more, dtype):
     files = run_files(tmp_path / "files", max_steps=4, save_interval=2, dtype=dtype, deterministic=1, **more)
     try:
@@ -227,31 +202,8 @@ def test_a_deterministic_run_resumes_bit_for_bit(tmp_path, more, dtype):
     tiny.same_run(tmp_path / "whole/r", tmp_path / "parts/r", 4)
 
 
-def test_a_run_of_the_cpu_goes_on_on_the_gpu(tmp_path):
-    files = run_files(tmp_path / "files", max_steps=4, save_interval=2, dtype="float32")
-    here = train(tmp_path / "cpu", **{**files, "device": "cpu"})
-    shutil.rmtree(tmp_path / "cpu/r/checkpoints/step_4")
-    there = train(tmp_path / "cpu", **files, resume="auto")
-    assert_near(here, there, 2e-2)
-
-
-# Two processes share one GPU: nccl refuses that, so they take gloo, and both are told that theirs is the
-# first GPU.
-SHARED = """import os, runpy, sys
-os.environ["LOCAL_RANK"] = "0"
-import torch.distributed as dist
-plain = dist.init_process_group
-dist.init_process_group = lambda backend, **more: plain("gloo", **more)
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@needs_real_gpu
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_two_processes_equal_one(tmp_path, gpus):
-    if torch.cuda.device_count() < gpus:
-        pytest.skip("needs two GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_processes_equal_one(tmp_path):
     files = run_files(tmp_path / "files", epochs=9, max_steps=4, save_interval=4, dtype="float32")
     files |= {"learning_rate": 1e-3, "run_name": "r", "device": "cuda"}
     argv = {}
@@ -259,12 +211,7 @@ def test_two_processes_equal_one(tmp_path, gpus):
         more = {"batch_size": batch, "mini_batch_size": batch // 2, "out_dir": tmp_path / name}
         argv[name] = tiny.flags(**{**files, **more})
     tiny.finish(tiny.launch(argv["one"]), seconds=120)
-    if gpus == 1:
-        driver = tmp_path / "shared.py"
-        driver.write_text(SHARED)
-        both = tiny.launch_torchrun(2, [str(tiny.SCRIPT), *argv["two"]], script=driver)
-    else:
-        both = tiny.launch_torchrun(2, argv["two"])
+    both = tiny.launch_torchrun(2, argv["two"])
     tiny.finish(both, seconds=180)
     one, two = tmp_path / "one/r", tmp_path / "two/r"
     assert_near(*(tiny.read_jsonl(folder / "metrics.jsonl") for folder in (one, two)), 1e-3)

@@ -202,8 +202,12 @@ def test_save_policy_refuses_what_fp16_cannot_hold(tmp_path, value):
     save_policy(model, tiny_tokenizer(), path)
     before = path.read_bytes()
     model.model.norm.weight.data[3] = value
-    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+    with pytest.raises(
+        InputError, match=r"model\.norm\.weight has values that are NaN or too large for torch"
+    ):
         save_policy(model, tiny_tokenizer(), path)
+    with pytest.raises(InputError, match=r"model\.norm\.weight"):
+        save_directory(model, tiny_tokenizer(), tmp_path / "folder")
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
 
