@@ -123,26 +123,19 @@ def test_a_judge_waits_on_the_host_as_other_frozen_models_do(files, judged, lora
 
 
 WRONG = {
-    "no file": ({"eval_reward_fn": "none.py:f"}, "--eval_reward_fn none.py:f: no such file"),
-    "no function": ({"eval_reward_fn": "JUDGE.py:f"}, "--eval_reward_fn .*: has no function 'f'"),
-    "no model": ({"eval_reward_model": "nowhere"}, "--eval_reward_model nowhere: no such folder here"),
-    "no weight": ({"eval_reward_model": "MODEL=0"}, "--eval_reward_model .*=0: the weight must be"),
-    "another field": ({"eval_reward_fn": "FIELD.py:f"}, "--eval_reward_fn: its parameter 'tests' is no key"),
-    "it fails": ({"eval_reward_fn": "FAILS.py:f"}, "--eval_reward_fn: ValueError: no at .*FAILS.py:2"),
-    "NaN": ({"eval_reward_fn": "NAN.py:f"}, "--eval_reward_fn: the score nan"),
+    "none.py:f": "--eval_reward_fn none.py:f: no such file",
+    "FAILS.py:f": "--eval_reward_fn: ValueError: no at .*FAILS.py:2",
+    "nowhere": "--eval_reward_model nowhere: no such folder here",
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_with_a_judge_names_its_flag(files, tmp_path, monkeypatch, what):
+@pytest.mark.parametrize("given", WRONG)
+def test_what_is_wrong_with_a_judge_names_its_flag(files, tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "JUDGE.py").write_text("x = 1\n")
-    (tmp_path / "FIELD.py").write_text("def f(prompts, responses, answers, tests):\n    return []\n")
     (tmp_path / "FAILS.py").write_text("def f(prompts, responses, answers):\n    raise ValueError('no')\n")
-    (tmp_path / "NAN.py").write_text("def f(*batch):\n    return [float('nan')] * len(batch[1])\n")
-    given, message = WRONG[what]
-    with pytest.raises(InputError, match=message):
-        train_ppo.main(argv_of({**files, **given}, tmp_path / "out"))
+    flag = "eval_reward_fn" if ":" in given else "eval_reward_model"
+    with pytest.raises(InputError, match=WRONG[given]):
+        train_ppo.main(argv_of({**files, flag: given}, tmp_path / "out"))
 
 
 def test_a_judge_that_fails_later_saves_what_was_learned_and_may_be_mended(files, tmp_path):

@@ -277,6 +277,15 @@ def test_models_without_code_are_the_same_with_trust_remote_code(tmp_path, no_lu
     assert load(judge)(PAIRS).equal(load_reward_model(judge, CPU)(PAIRS))
 
 
+def test_it_needs_permission_and_its_weights_may_be_in_torchs_own_file(tmp_path):
+    path, by_hand, tokenizer = save_old(tmp_path / "m")
+    with pytest.raises(InputError, match="--trust_remote_code"):
+        load_reward_model(path, CPU)
+    (tmp_path / "m" / "model.safetensors").unlink()
+    torch.save(by_hand.state_dict(), tmp_path / "m" / "pytorch_model.bin")
+    assert load(path)(PAIRS).allclose(alone(by_hand, tokenizer), atol=1e-5)
+
+
 def test_missing_weights_and_packages_are_named(tmp_path):
     path, by_hand, _ = save_old(tmp_path / "m")
     state = {n: x.contiguous() for n, x in by_hand.state_dict().items() if n != "v_head.weight"}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from matplotlib.figure import Figure
-from tiny import ROOT, flags, health_of, read_jsonl, run_files
+from tiny import ROOT, flags, health_of, read_jsonl
 
 from errors import InputError
 from trainer import train_ppo
@@ -227,11 +227,6 @@ def test_a_line_to_copy_works_from_any_folder_and_with_spaces(tmp_path, monkeypa
 
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 4, "epochs": 9}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return run_files(tmp_path_factory.mktemp("files"))
 
 
 def argv_of(files, out_dir, **more):
