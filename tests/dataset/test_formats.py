@@ -6,7 +6,7 @@ import pytest
 from tiny import ROOT, assistant, user
 
 from dataset.answers import comparable
-from dataset.chat_template import conversation_ids, conversation_text, prompt_text, unmark
+from dataset.chat_template import conversation_text, prompt_text, unmark
 from dataset.formats import (
     Keys,
     as_messages,
@@ -19,7 +19,6 @@ from dataset.formats import (
     to_prompt,
     to_rated,
 )
-from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
 
 
@@ -309,22 +308,6 @@ def test_bad_records_are_said_in_one_line(case):
     assert "\n" not in str(caught.value)
     line = keys_found({f"key\n{i}": 1 for i in range(1000)})
     assert len(line) < 250 and "\n" not in line  # cut
-
-
-def test_all_forms_through_the_datasets(chat, jsonl):
-    """Files with one record of each form: every dataset finds the same question and answers in each."""
-    forms = [(record, answer) for record, prompt, answer in FORMS.values() if prompt in ("hi", [U])]
-    asked = chat.apply_chat_template([U], tokenize=False, add_generation_prompt=True)
-    data = RLAIFDataset(jsonl(*[record for record, _ in forms]), chat, 100)
-    assert len(data) > 15 and {chat.decode(p.prompt_ids) for p in data} == {asked}
-    samples = SFTDataset(jsonl(*[record for record, answer in forms if answer == "5"]), chat, 100)
-    assert len(samples) > 12 and all(sample == samples[0] for sample in samples)
-    sides = [r for r, prompt, *said in PAIRS.values() if prompt in ("hi", [U]) and said == ["5", "6"]]
-    pairs = PreferenceDataset(jsonl(*sides), chat, 100)
-    assert len(pairs) == 6 and all(pair == pairs[0] for pair in pairs)
-    assert pairs[0][2] == 0.0 and pairs.pairs
-    rated = PreferenceDataset(jsonl({"user_input": "hi", "completion": "5", "score": 2}), chat, 100)
-    assert not rated.pairs and list(rated) == [(conversation_ids(chat, [("hi", "5")])[0], 2.0)]
 
 
 def test_every_example_record_of_the_docs_is_read_as_their_table_says():
