@@ -105,23 +105,6 @@ def test_a_judge_is_never_the_critics_start_nor_a_reward(files, judged):
     assert [type(model).__name__ for model in run.judges] == ["LlamaForSequenceClassification"]
 
 
-@pytest.mark.parametrize("lora_r", [0, 2])
-def test_a_judge_waits_on_the_host_as_other_frozen_models_do(files, judged, lora_r):
-    run = evaluated_run(files, judged, lora_r=lora_r)
-    expected, _ = evaluate_actor(run)
-    run.args = run.args.completed(offload_frozen=1)
-    run.prepare()
-    assert len(run.judges) == 2  # that of the reward and that of the judge
-    for model in run.judges:
-        pairs = run.host.waiting[model]
-        assert len(pairs) == len(list(model.parameters())) or lora_r
-        for i, (p, numbers) in enumerate(pairs):  # what waits is made wrong, what comes back is right
-            p.data = torch.full_like(numbers, torch.nan)
-            pairs[i] = (p, numbers)
-    found, _ = evaluate_actor(run)
-    assert found == pytest.approx(expected, abs=1e-5)
-
-
 WRONG = {
     "none.py:f": "--eval_reward_fn none.py:f: no such file",
     "FAILS.py:f": "--eval_reward_fn: ValueError: no at .*FAILS.py:2",

@@ -277,28 +277,20 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 @pytest.fixture(scope="module")
-def opened():
-    """A function: the page of a report in a headless Chromium of this machine.
-    Without a Chromium these tests are skipped."""
+def browser():
+    """A headless Chromium of this machine. Without one these tests are skipped."""
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install -r requirements-dev.txt")
     if CHROMIUM is None:
         pytest.skip("no Chromium here: apt-get install chromium")
-
-    def open_page(path, width=1280, scheme="light"):
-        page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
-        page.goto(path.as_uri())
-        return page
-
     with playwright.sync_playwright() as tools:
-        browser = tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield open_page
-        browser.close()
+        yield tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
-def test_the_page_fits_a_phone_and_is_light_or_dark_with_its_plots(opened, run_folder, width, scheme):
+def test_the_page_fits_a_phone_and_is_light_or_dark_with_its_plots(browser, run_folder, width, scheme):
     """Wide things scroll in their own box."""
-    page = opened(run_folder / "report.html", width, scheme)
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.goto((run_folder / "report.html").as_uri())
     colours = "e => [getComputedStyle(document.body).backgroundColor, getComputedStyle(e).fill]"
     seen = page.locator("#curves svg text").first.evaluate(colours)  # each "rgb(r, g, b)"
     page_is, text_is = (sum(map(int, re.findall(r"\d+", colour)[:3])) / 3 for colour in seen)
