@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from test_summary import logger_of
-from tiny import FAULTY_REWARD, flags, health_of, read_jsonl, word_tokenizer, write_jsonl
+from tiny import flags, health_of, read_jsonl, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo
@@ -42,18 +42,13 @@ def finding(level, step):
 def files(tmp_path_factory):
     """A policy that writes HTML, and flags of a short run with evaluations."""
     folder = tmp_path_factory.mktemp("files")
-    tokenizer = word_tokenizer(HTML, chat=True)
-    prompts = [{"prompt": " ".join(HTML[(n + i) % 8] for i in range(1 + n % 7))} for n in range(40)]
-    held_out = [{**prompt, "answer": "<b>&"} for prompt in prompts[:12]]
-    (folder / "combine.py").write_text(FAULTY_REWARD)
-    found = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 12, "epochs": 9, "max_steps": 6}
-    found |= {"device": "cpu", "run_name": "r", "dtype": "float32", "learning_rate": 0.01, "eval_interval": 3}
-    found["model"] = tiny.save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0)
-    found["reward_model"] = tiny.save_reward_dir(folder / "reward", tokenizer) + "=0.5"
-    found["reward_fn"] = f"{folder / 'combine.py'}:score"
-    found["data_path"] = write_jsonl(folder / "prompts.jsonl", prompts)
+    found = tiny.run_files(folder, words=HTML)
+    found["reward_model"] += "=0.5"
+    held_out = [{**prompt, "answer": "<b>&"} for prompt in read_jsonl(found["data_path"])[:12]]
     found["eval_data_path"] = write_jsonl(folder / "eval.jsonl", held_out)
-    return found | {"missing_eos_penalty": 1}
+    found |= {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 12, "epochs": 9, "max_steps": 6}
+    found |= {"device": "cpu", "run_name": "r", "dtype": "float32", "learning_rate": 0.01, "eval_interval": 3}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +139,7 @@ def test_the_page_has_all_sections_plots_and_texts_and_no_script(run_folder):
     assert [a for a in page.all("img") if "src=x" in str(a)] == []
     assert len(page.all("figure")) == len(page.all("svg")) >= 12
     words = " ".join(row["response"] for row in read_jsonl(run_folder / "eval_samples.jsonl")).split()
-    words += [HTML[0], "<b>&", "The score ", "ended", "--learning_rate", "0.01", "train_ppo.py --batch_size"]
+    words += [HTML[0], "<b>&", "The score ", "ended", "--learning_rate", "0.01", "train_ppo.py --model"]
     for word in (*words, "The longest", "clip fraction", "explained variance", "k1, true on average"):
         assert word in page.text
     (head,) = (a for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
