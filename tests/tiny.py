@@ -141,12 +141,12 @@ def score(prompts, responses, answers):
 WORDS = list("abcdefgh")
 
 
-def run_files(folder, count=40):
-    """A policy, a reward model, a reward function and ``count`` prompts of different lengths, as flags. The
-    penalty is given: to choose one, a run would call the function once more."""
-    tokenizer = word_tokenizer(WORDS, chat=True)
+def run_files(folder, count=40, words=WORDS):
+    """A policy of eight words, a reward model, a reward function and ``count`` prompts of different lengths,
+    as flags. The penalty is given: to choose one, a run would call the function once more."""
+    tokenizer = word_tokenizer(words, chat=True)
     (folder / "combine.py").write_text(FAULTY_REWARD)
-    prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(count)]
+    prompts = [{"prompt": " ".join(words[(n + i) % 8] for i in range(1 + n % 7))} for n in range(count)]
     return {
         "model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0),
         "reward_model": save_reward_dir(folder / "reward", tokenizer),

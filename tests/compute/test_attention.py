@@ -129,16 +129,12 @@ def _refuses(*args, scale=None, **more):
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nmore")
 
 
-def _is_full(*args, scale=None, **more):
-    raise torch.OutOfMemoryError("out of memory")
-
-
 def _sees_the_future(*args, window_size=(-1, 0), **more):
     return by_definition(*args, **more, window_size=(-1, 0)).flip(0)
 
 
 def test_a_kernel_that_does_not_work_is_named_once_and_never_used(here, monkeypatch):
-    """Memory that runs out in the trial says nothing about the kernel. In fp32 and on a CPU none is tried."""
+    """In fp32 and on a CPU none is tried."""
     packing = Layout(LENGTHS)
     rows = [torch.randn(sum(LENGTHS), 2, 8).bfloat16() for _ in range(3)]
     for kernel, reason in ((_refuses, "only supports Ampere"), (_sees_the_future, "its results differ")):
@@ -150,9 +146,6 @@ def test_a_kernel_that_does_not_work_is_named_once_and_never_used(here, monkeypa
             warnings.simplefilter("error")
             assert attention._flash_attention(*rows, packing, None, 0.3) is None
     attention._flash_works.cache_clear()
-    monkeypatch.setattr(varlen, "varlen_attn", _is_full)
-    with pytest.raises(torch.OutOfMemoryError):
-        attention._flash_attention(*rows, packing, None, 0.3)
     assert attention._flash_attention(*(x.float() for x in rows), packing, None, 0.3) is None
     monkeypatch.setattr(varlen, "varlen_attn", by_definition)
     assert attention._flash_attention(*rows, packing, None, 0.3) is not None

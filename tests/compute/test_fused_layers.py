@@ -1,6 +1,5 @@
 """Packed rows and fused layers: the values and gradients of padded rows and of transformers' own layers."""
 
-import collections
 import copy
 
 import pytest
@@ -106,62 +105,6 @@ def test_values_and_gradients_are_those_of_padded_rows_and_of_transformers(name,
     assert all(a.equal(b) for a, b in zip(wanted, found, strict=True))
 
 
-@pytest.fixture
-def gpu_kernels(monkeypatch):
-    """The layers compute with a GPU's kernels, in Triton's interpreter, but for attention, which is torch's.
-    -> the names of the kernels, one for each start"""
-    pytest.importorskip("triton", reason="Triton exists for Linux only")
-    import triton_interpreter  # noqa: F401
-
-    from trainer.compute.cuda import kernels
-
-    if torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU, and these tensors are not there")
-
-    def kernels_for(*tensors, result=torch.float32):
-        tensors = [x for x in tensors if x is not None]
-        fit = all(x.is_contiguous() and x.dtype in kernels.TYPES for x in tensors) and result in kernels.TYPES
-        return kernels if fit else None
-
-    started, start = [], kernels.launch
-
-    def launch(kernel, *args, **constants):
-        started.append(kernel.fn.__name__)
-        start(kernel, *args, **constants)
-
-    monkeypatch.setattr(kernels, "PARTS", 3)  # programs of a gradient: in the interpreter each counts
-    monkeypatch.setattr(kernels, "launch", launch)
-    monkeypatch.setattr(fused_layers, "kernels_for", kernels_for)
-    monkeypatch.setattr(fused_layers, "rotated_attention", lambda *arguments: None)
-    return started
-
-
-FEW = (9, 8, 2)  # lengths: the interpreter takes its time
-
-
-@pytest.mark.parametrize("name", ["llama with biases", "qwen3"])
-def test_a_gpus_kernels_give_the_values_and_gradients_of_transformers(name, gpu_kernels):
-    """In mixed precision they are as near to fp32; every norm, rotation and gate has its kernel."""
-    plain, fused = (build(KNOWN[name]).base_model for _ in range(2))
-    assert pack_sequences(fused)
-    layers = {"rms_norm", "rms_norm_backward", "rotate", "silu_mul", "silu_mul_backward"}
-    assert set(gpu_kernels) == layers  # all are tried
-    norms = 2 * 2 + 1 + (2 * 2 if name == "qwen3" else 0)  # two a layer, of heads too, and the last one
-    wanted = {"rms_norm": norms, "rms_norm_backward": norms, "rotate": 2 * 2 * 2}
-    wanted |= {"silu_mul": 2, "silu_mul_backward": 2}
-    exact = states_and_gradients(plain, lengths=FEW)
-    for dtype in (torch.float32, torch.bfloat16):
-        gpu_kernels.clear()
-        found = states_and_gradients(fused, dtype, FEW)
-        assert collections.Counter(gpu_kernels) == wanted
-        if dtype == torch.float32:
-            assert_same(exact, found)
-        else:
-            assert_as_near(exact, states_and_gradients(plain, dtype, FEW), found)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert fused.norm(torch.ones(1, 64)).dtype == torch.bfloat16  # nothing is left to convert
-
-
 def test_a_copy_computes_with_its_own_weights():
     model = build(KNOWN["llama"])
     pack_sequences(model.base_model)
@@ -210,7 +153,7 @@ def test_a_gradient_that_is_wrong_is_found_in_frozen_models_too(monkeypatch):
 
 def test_the_trial_keeps_little_and_leaves_what_trains_as_it_was():
     """The layers below the last one keep nothing for its backward: of a large frozen model that would be as
-    much as its weights. That memory runs out says nothing about the layers."""
+    much as its weights."""
     net, seen = build(KNOWN["llama"]).base_model.requires_grad_(False), []
     hook = net.layers[0].register_forward_hook(lambda *given: seen.append(given[-1].requires_grad))
     for i, p in enumerate(net.layers[-1].parameters()):
@@ -220,9 +163,3 @@ def test_the_trial_keeps_little_and_leaves_what_trains_as_it_was():
     hook.remove()
     assert seen and not any(seen)
     assert {name: p.requires_grad for name, p in net.named_parameters()} == wanted
-
-    def fails():
-        raise torch.OutOfMemoryError
-
-    with pytest.raises(torch.OutOfMemoryError):
-        fuse_layers(net, fails)

@@ -1,4 +1,4 @@
-"""The kernels of layers and of decoding in C and in Triton, and those of log-probs in Triton, beside torch's.
+"""The kernels of layers and of decoding in C and in Triton, beside torch's. Log-probs: test_logprobs.py.
 
 Triton's run on a GPU where there is one, else in its interpreter."""
 
@@ -249,46 +249,6 @@ def test_decoding(layers, heads, groups, dim, window, normed):
             own = (x[row, :, seen].double() for x in (keys, values))
             wanted = F.scaled_dot_product_attention(q[row, :, None], *own, scale=0.3, enable_gqa=True)
             assert (out[row].double() - wanted.squeeze(1)).abs().max() < near * wanted.abs().max()
-
-
-def logits_and_targets(size):
-    """Seven rows that a softmax may get wrong; targets at both edges."""
-    logits = 5 * numbers(7, size)
-    logits[1] += 60  # far from 0
-    logits[2] = logits[2].sort().values  # each number is the largest so far
-    logits[3] = logits[3].sort(descending=True).values
-    logits[4, size // 2 :] = -torch.inf
-    logits[5] = -torch.inf
-    logits[5, 0] = 3.0  # one token is certain
-    targets = torch.tensor([0, size - 1, size - 1, 0, size // 2 - 1, 0, size // 3], device=DEVICE)
-    return logits, targets
-
-
-SIZES = [2, 50, 2048, 5003]  # of vocabularies: within a block of lanes, exactly one, several with a rest
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
-def test_token_logprobs_and_their_gradient(size, temperature):
-    logits, targets = logits_and_targets(size)
-    results = [torch.empty(len(logits), device=DEVICE) for _ in range(3)]
-    kernels.token_logprobs(logits, targets, temperature, *results)
-    exact = logits.double().requires_grad_()
-    z = exact / temperature
-    log_p = z.log_softmax(-1)
-    chosen = log_p.gather(1, targets[:, None])[:, 0]
-    entropy = torch.special.entr(log_p.exp()).sum(-1)
-    for ours, wanted in zip(results, [chosen, entropy, z.logsumexp(-1)], strict=True):
-        torch.testing.assert_close(ours.double(), wanted.detach(), rtol=1e-5, atol=2e-5)
-    grad = numbers(7, seed=3)
-    (wanted,) = torch.autograd.grad(chosen, exact, grad.double())
-    total = z.logsumexp(-1).float().detach()
-    for dtype in DTYPES:
-        x = logits.clone()
-        ours = x if dtype == x.dtype else torch.empty_like(x, dtype=dtype)
-        tensors = x, targets, total, grad, None, None, ours
-        kernels.over_rows("token_logprobs_backward", *tensors, 1 / temperature)
-        assert_near(ours, wanted, dtype)
 
 
 def test_tensors_that_the_kernels_cannot_compute_are_left_to_torch(layers, monkeypatch):

@@ -182,8 +182,6 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.seen.append((str(function), args))
-        if function is torch.ops.aten.addmm.dtype_out:  # without numbers, torch 2.11 fails here
-            return kwargs["out"]
         result = function(*args, **(kwargs or {}))
         for x in torch.utils._pytree.tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
@@ -218,12 +216,3 @@ def test_logits_are_fp32_on_a_gpu_and_products_are_in_the_dtype():
     states, weight = torch.randn(3, 8), torch.randn(20, 8)
     assert logprobs.head_logits(states, weight, None, torch.bfloat16).dtype == torch.bfloat16
     torch.testing.assert_close(logprobs.head_logits(states, weight, None, torch.float32), states @ weight.T)
-
-
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch that is built for CUDA")
-def test_on_a_gpu_gradients_of_the_weight_are_added_in_fp32():
-    """Chunks are summed in one operation each, in place, and no product is rounded to bf16."""
-    with FakeTensorMode(), Operations() as asked:
-        grad, states = (torch.empty(*s, device="cuda", dtype=torch.bfloat16) for s in ((5, 20), (5, 8)))
-        logprobs._add_product(torch.zeros(20, 8, device="cuda"), grad.T, states)
-    assert [name for name, _ in asked.seen if "mm" in name] == ["aten.addmm.dtype_out"]

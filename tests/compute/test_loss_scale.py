@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from test_invariants import ALONE, filled_rollout, make_run, same, weights
-from tiny import flags, read_jsonl, run_files, same_run, save_reward_dir, tiny_llama, word_tokenizer
+from tiny import flags, read_jsonl, same_run, save_reward_dir, tiny_llama, word_tokenizer
 
 from errors import InputError
 from trainer import train_ppo
@@ -21,11 +21,6 @@ from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import step_if_finite
 
 FP16 = torch.float16
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return run_files(tmp_path_factory.mktemp("files"))
 
 
 def test_it_halves_at_an_overflow_and_doubles_after_good_steps(monkeypatch):

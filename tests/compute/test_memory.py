@@ -16,6 +16,7 @@ from model.lora import frozen_copy
 from trainer import train_ppo
 from trainer.compute import memory, threads
 from trainer.compute.memory import HostMemory, free_in_groups, free_memory, peak_memory
+from trainer.evaluation import evaluate_actor
 
 CPU = torch.device("cpu")
 UNLIMITED = float("inf")
@@ -138,14 +139,15 @@ def test_what_a_trained_model_shares_stays():
 @pytest.mark.parametrize("lora_r", [0, 2])
 def test_a_run_with_offload_is_the_same_and_scores_with_models_on_the_device(tmp_path, lora_r):
     """A phase that forgot to fetch its model would compute with the waiting copy, which is made wrong."""
-    files, results = run_files(tmp_path), []
+    files, results = run_files(tmp_path, count=16), []
+    judge = {"eval_data_path": files["data_path"], "eval_reward_model": files["reward_model"]}
     for offload in (0, 1):
-        run, prompts = make_run(files, lora_r=lora_r, update_old_actor_freq=2, learning_rate=1e-2)
+        run, prompts = make_run(files | judge, lora_r=lora_r, update_old_actor_freq=2, learning_rate=1e-2)
         run.args = run.args.completed(offload_frozen=offload)
         run.prepare()
         assert bool(run.host.waiting) == offload
-        for pairs in list(run.host.waiting.values())[:2]:  # reference and reward models; not the old actor,
-            for i, (p, numbers) in enumerate(pairs):  # from which is sampled
+        for pairs in list(run.host.waiting.values())[:3]:  # reference, reward model and judge; not the old
+            for i, (p, numbers) in enumerate(pairs):  # actor, from which is sampled
                 p.data = torch.full_like(numbers, torch.nan)
                 pairs[i] = (p, numbers)
         batches, scores = iter([[prompts[i] for i in range(16)]] * 3), []
@@ -153,5 +155,6 @@ def test_a_run_with_offload_is_the_same_and_scores_with_models_on_the_device(tmp
             batch = train_ppo.collect(run, step, batches)
             scores.append(batch.scores["model"])
             train_ppo.learn(run, step, batch)
+        scores.append(torch.tensor(list(evaluate_actor(run)[0].values())))
         results.append([*scores, *weights(run)])
     assert same(*results)

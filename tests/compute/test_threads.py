@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(not LINUX, reason="other systems' threads are le
     [
         ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),  # in a container
         ("0::/\n", {"cpu.max": "max 100000\n"}, float("inf")),
-        ("0::/a/b\n", {"a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"}, 1.5),  # a group above
         ("0::/a\n", {"cpu.max": "400000 100000", "a/cpu.max": "300000 100000"}, 3.0),  # the smallest counts
     ],
 )

@@ -179,8 +179,6 @@ def test_what_the_assistant_says_is_learned(chat, plain, jsonl):
     text = SFTDataset(jsonl({"prompt": "2 + 3 =", "answer": " 5"}), plain, 100)[0]
     assert plain.decode(text[0]) == "2 + 3 = 5<|im_end|>"
     assert learned(plain, text) == " 5<|im_end|>"
-    data = SFTDataset(jsonl({"prompt": "hi", "answer": "5"}, {"prompt": "hi", "answer": "5 " * 50}), chat, 30)
-    assert (len(data), data.dropped) == (1, 1)
 
 
 def test_a_text_is_learned_whole(chat, plain, jsonl):

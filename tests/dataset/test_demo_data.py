@@ -33,18 +33,6 @@ def test_held_out_problems_occur_in_no_training_file():
         assert not {make_data.terms(problem) for problem in problems(name)} & terms, name
 
 
-def test_demonstrations_are_noisy_and_answers_right():
-    for record in open_records(make_data.HERE / "eval.jsonl"):
-        assert int(record["answer"]) == make_data.solve(problem_of(record["prompt"]))
-    right = well_formed = total = 0
-    for record in open_records(make_data.HERE / "sft.jsonl"):
-        answer = make_data.solve(problem_of(record["prompt"]))
-        total += 1
-        right += f"<answer>\n{answer}\n</answer>" in record["answer"]
-        well_formed += record["answer"].count("\n") == 6 and record["answer"].endswith("\n</answer>")
-    assert 0.5 < right / total < 0.7 and 0.75 < well_formed / total < 0.85
-
-
 def test_demo_tokenizer_keeps_digits_apart_and_encodes_anything():
     tokenizer = AutoTokenizer.from_pretrained(make_data.HERE / "tokenizer")
     assert len(tokenizer) <= 512

@@ -129,17 +129,6 @@ def forty(tmp_path):
     return data, list(record_batches(40, 0, range(5), 8, local_positions(8, 0, 1), 1))
 
 
-def test_without_pread_and_fork(forty, monkeypatch):
-    """As on Windows: no worker is started, and a file is read with seek."""
-    monkeypatch.delattr(os, "pread", raising=False)
-    monkeypatch.delattr(os, "fork", raising=False)
-    data, order = forty
-    with record_loader(data, order, 1) as batches:
-        made = [next_batch(batches) for _ in range(5)]
-        assert multiprocessing.active_children() == []
-    assert made == [[data[i] for i in batch] for batch in order]
-
-
 def test_ctrl_c_ends_no_worker(forty):
     """It goes to the whole group of processes; the main one answers it."""
     data, order = forty

@@ -105,54 +105,17 @@ def test_a_judge_is_never_the_critics_start_nor_a_reward(files, judged):
     assert [type(model).__name__ for model in run.judges] == ["LlamaForSequenceClassification"]
 
 
-@pytest.mark.parametrize("lora_r", [0, 2])
-def test_a_judge_waits_on_the_host_as_other_frozen_models_do(files, judged, lora_r):
-    run = evaluated_run(files, judged, lora_r=lora_r)
-    expected, _ = evaluate_actor(run)
-    run.args = run.args.completed(offload_frozen=1)
-    run.prepare()
-    assert len(run.judges) == 2  # that of the reward and that of the judge
-    for model in run.judges:
-        pairs = run.host.waiting[model]
-        assert len(pairs) == len(list(model.parameters())) or lora_r
-        for i, (p, numbers) in enumerate(pairs):  # what waits is made wrong, what comes back is right
-            p.data = torch.full_like(numbers, torch.nan)
-            pairs[i] = (p, numbers)
-    found, _ = evaluate_actor(run)
-    assert found == pytest.approx(expected, abs=1e-5)
-
-
 WRONG = {
-    "no file": ({"eval_reward_fn": "none.py:f"}, "--eval_reward_fn none.py:f: no such file"),
-    "no function": ({"eval_reward_fn": "JUDGE.py:f"}, "--eval_reward_fn .*: has no function 'f'"),
-    "no model": ({"eval_reward_model": "nowhere"}, "--eval_reward_model nowhere: no such folder here"),
-    "no weight": ({"eval_reward_model": "MODEL=0"}, "--eval_reward_model .*=0: the weight must be"),
-    "another field": ({"eval_reward_fn": "FIELD.py:f"}, "--eval_reward_fn: its parameter 'tests' is no key"),
-    "it fails": ({"eval_reward_fn": "FAILS.py:f"}, "--eval_reward_fn: ValueError: no at .*FAILS.py:2"),
-    "NaN": ({"eval_reward_fn": "NAN.py:f"}, "--eval_reward_fn: the score nan"),
+    "none.py:f": "--eval_reward_fn none.py:f: no such file",
+    "FAILS.py:f": "--eval_reward_fn: ValueError: no at .*FAILS.py:2",
+    "nowhere": "--eval_reward_model nowhere: no such folder here",
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_with_a_judge_names_its_flag(files, tmp_path, monkeypatch, what):
+@pytest.mark.parametrize("given", WRONG)
+def test_what_is_wrong_with_a_judge_names_its_flag(files, tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "JUDGE.py").write_text("x = 1\n")
-    (tmp_path / "FIELD.py").write_text("def f(prompts, responses, answers, tests):\n    return []\n")
     (tmp_path / "FAILS.py").write_text("def f(prompts, responses, answers):\n    raise ValueError('no')\n")
-    (tmp_path / "NAN.py").write_text("def f(*batch):\n    return [float('nan')] * len(batch[1])\n")
-    given, message = WRONG[what]
-    with pytest.raises(InputError, match=message):
-        train_ppo.main(argv_of({**files, **given}, tmp_path / "out"))
-
-
-def test_a_judge_that_fails_later_saves_what_was_learned_and_may_be_mended(files, tmp_path):
-    """The third call fails: two are the first evaluation. Mended, or left out, the run goes on."""
-    code = "calls = 0\ndef f(prompts, responses, answers):\n    global calls\n    calls += 1\n"
-    (tmp_path / "late.py").write_text(f"{code}    return [1.0 / (calls < 3)] * len(responses)\n")
-    judge = {"eval_reward_fn": f"{tmp_path / 'late.py'}:f"}
-    with pytest.raises(InputError, match="--eval_reward_fn: ZeroDivisionError"):
-        train_ppo.main(argv_of({**files, **judge}, tmp_path, eval_interval=1))
-    assert (tmp_path / "r" / "checkpoints" / "step_1").exists()
-    (tmp_path / "late.py").write_text(f"{code}    return [1.0] * len(responses)\n")
-    train_ppo.main([*argv_of({**files, **judge}, tmp_path, eval_interval=1), "--resume", "auto"])
-    assert tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["eval/judge"] == 1.0
+    flag = "eval_reward_fn" if ":" in given else "eval_reward_model"
+    with pytest.raises(InputError, match=WRONG[given]):
+        train_ppo.main(argv_of({**files, flag: given}, tmp_path / "out"))

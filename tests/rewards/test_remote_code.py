@@ -17,10 +17,10 @@ from trainer.rewards import reward_models
 from trainer.rewards.reward_models import load_reward_model
 
 CPU = torch.device("cpu")
-# As code that was written for transformers 4.41: rotary tables and a cache that grows, both computed in
-# __init__ and not saved; tied keys as a list; config.use_return_dict; numbers that are read in __init__;
-# rope_scaling None means no scaling; a cache class that is gone; get_scores pads on the right and returns a
-# single number for a single conversation.
+# As code that was written for transformers 4.41: rotary tables that are computed in __init__ and not saved;
+# tied keys as a list; config.use_return_dict; numbers that are read in __init__; rope_scaling None means no
+# scaling; a cache class that is gone; get_scores pads on the right and returns a single number for a single
+# conversation.
 CODE = """import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -46,18 +46,12 @@ class Rotary(nn.Module):
         powers = torch.arange(0, config.hidden_size, 2).float() / config.hidden_size
         inv_freq = 1.0 / (10000**powers * scaling)
         self.register_buffer("inv_freq", inv_freq.to(torch.get_default_dtype()), persistent=False)
-        self.grow(4)
-
-    def grow(self, length):
-        self.length = length
-        angles = torch.outer(torch.arange(length).float(), self.inv_freq.cpu().float()).repeat(1, 2)
+        angles = torch.outer(torch.arange(64).float(), self.inv_freq.float()).repeat(1, 2)
         assert angles[1, 0].item() in (1.0, 0.5)
         self.register_buffer("cos_cached", angles.cos().to(self.inv_freq.dtype), persistent=False)
         self.register_buffer("sin_cached", angles.sin().to(self.inv_freq.dtype), persistent=False)
 
     def forward(self, x):
-        if x.shape[1] > self.length:
-            self.grow(2 * x.shape[1])
         half = x.shape[-1] // 2
         turned = torch.cat([-x[..., half:], x[..., :half]], -1)
         return x * self.cos_cached[: x.shape[1]] + turned * self.sin_cached[: x.shape[1]]
@@ -93,8 +87,6 @@ class OldModel(PreTrainedModel):
         if self.config.use_cache:
             raise AttributeError("type object 'DynamicCache' has no attribute 'from_legacy_cache'")
         self.calls.append(len(rows))
-        if len(rows) > self.config.__dict__.get("most", 1 << 30):
-            raise torch.OutOfMemoryError("CUDA out of memory")
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         ends = [ids.shape[1] if self.config.fault == "padding" else len(row) for row in rows]
         found = self.v_head(self.states(ids)).squeeze(-1)[torch.arange(len(rows)), torch.tensor(ends) - 1]
@@ -181,7 +173,7 @@ def test_it_scores_as_built_by_hand_and_in_batches(tmp_path, no_lucky_memory, ca
     path, by_hand, tokenizer = save_old(tmp_path / "m")
     model, expected = load(path), alone(by_hand, tokenizer)
     assert model.batched and expected.std() > 0.1
-    assert alone(model.model, tokenizer).equal(expected)  # all are longer than the cache
+    assert alone(model.model, tokenizer).equal(expected)
     buffers = {n for n, _ in model.model.named_non_persistent_buffers()}
     assert buffers == {"rotary.inv_freq", "rotary.cos_cached", "rotary.sin_cached"}
     assert model(PAIRS[:1]).allclose(expected[:1], atol=1e-5)  # get_scores returns a number, not a list
@@ -194,10 +186,6 @@ def test_it_scores_as_built_by_hand_and_in_batches(tmp_path, no_lucky_memory, ca
         return model.model.calls
 
     assert sizes_of_batches() == [21]  # short conversations
-    model.model.config.most = 6
-    sizes = sizes_of_batches()
-    assert max(n for n in sizes if n <= 6) >= 2 and 21 in sizes  # halved
-    model.model.config.most = 99
     monkeypatch.setattr(reward_models, "tokens_per_pass", lambda device: 64)
     assert len(sizes_of_batches()) > 3
     model.model.config.use_cache = True
@@ -275,6 +263,15 @@ def test_models_without_code_are_the_same_with_trust_remote_code(tmp_path, no_lu
     assert trusting(IDS).logits.equal(plain(IDS).logits)
     judge = save_reward_dir(tmp_path / "judge", word_tokenizer("abcdefgh"))
     assert load(judge)(PAIRS).equal(load_reward_model(judge, CPU)(PAIRS))
+
+
+def test_it_needs_permission_and_its_weights_may_be_in_torchs_own_file(tmp_path):
+    path, by_hand, tokenizer = save_old(tmp_path / "m")
+    with pytest.raises(InputError, match="--trust_remote_code"):
+        load_reward_model(path, CPU)
+    (tmp_path / "m" / "model.safetensors").unlink()
+    torch.save(by_hand.state_dict(), tmp_path / "m" / "pytorch_model.bin")
+    assert load(path)(PAIRS).allclose(alone(by_hand, tokenizer), atol=1e-5)
 
 
 def test_missing_weights_and_packages_are_named(tmp_path):

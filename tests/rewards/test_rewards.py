@@ -3,13 +3,11 @@ classifiers, at their own precision; several of them."""
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import tiny
 import torch
 import transformers as T
-from test_remote_code import save_old
 
 from errors import InputError
 from model.critic import CriticModel
@@ -21,7 +19,6 @@ from trainer.inputs import DEMO
 from trainer.models import critic_start
 from trainer.rewards.combine import RawScores, Reward, RunningStats, load_reward
 from trainer.rewards.reward_models import conversation_ids, load_reward_model, parse_spec
-from trainer.runs.displays import PARTS, metric_names
 from trainer.runs.distributed import World
 from trainer.runs.resume import weights_hash
 
@@ -169,27 +166,6 @@ def test_normalised_scores_by_hand():
     close(reward.running["model"], RunningStats(4, 40.0, 5000.0))
 
 
-def test_a_run_counts_each_response_once_and_shows_the_raw_scale(tmp_path):
-    """A batch whose reward function fails does not count: the resumed run equals one without failure."""
-    files = tiny.run_files(tmp_path, count=8)
-    files |= {"out_dir": tmp_path / "out", "run_name": "r", "batch_size": 4, "mini_batch_size": 4}
-    files |= {"max_gen_len": 4, "epochs": 9, "max_steps": 3, "critic_warmup_steps": 0, "normalize_reward": 1}
-    whole, failing = tmp_path / "combine.py", tmp_path / "failing.py"
-    failing.write_text(whole.read_text().replace("due = ", "assert calls < 3; due = "))
-    tiny.train(**files)
-    with pytest.raises(InputError, match="--reward_fn"):
-        tiny.train(**files | {"reward_fn": f"{failing}:score", "run_name": "f"})
-    tiny.train(**files | {"run_name": "f"}, resume="auto")
-    states = [
-        json.loads((tmp_path / "out" / name / "checkpoints" / "step_3" / "state.json").read_text())
-        for name in ("r", "f")
-    ]
-    assert states[0] == states[1]
-    lines = tiny.read_jsonl(tmp_path / "out/r/metrics.jsonl")[1:]
-    assert states[0]["raw_scores"]["model"]["count"] == 12
-    assert all("reward/score_raw" in line for line in lines)
-
-
 def test_specs_of_reward_models(tmp_path):
     odd = tmp_path / "a=0.5"
     odd.mkdir()
@@ -202,55 +178,30 @@ def test_specs_of_reward_models(tmp_path):
             parse_spec(f"a={weight}")
 
 
-def test_every_flag_reaches_the_reward():
+def test_every_flag_reaches_the_reward(tmp_path):
+    """Several reward models are named after their folders."""
+    tokenizer = tiny.word_tokenizer(WORDS, chat=True)
+    one, other = (tiny.save_reward_dir(tmp_path / name, tokenizer) for name in ("one", "other"))
     wanted = {"missing_eos_penalty": 0.5, "repetition_penalty": 0.1, "length_reward": 0.2, "max_gen_len": 7}
     wanted |= {"overlong_buffer": 3, "overlong_penalty": 0.4, "thinking_reward": 0.6}
-    argv = tiny.flags(**wanted, reward_timeout=9, normalize_reward=1, reasoning=0)
-    reward = load_reward(train_ppo.parse_args([*argv, "--reward_model"]), CPU, torch.float32)
+    argv = tiny.flags(**wanted, reward_timeout=9, normalize_reward=1, reasoning=0, reward_dtype="bfloat16")
+    for specs, weights in (
+        ([one], {"model": 1}),
+        ([f"{one}=-2", other], {"model_one": -2, "model_other": 1}),
+    ):
+        args = train_ppo.parse_args([*argv, "--reward_model", *specs])
+        reward = load_reward(args, CPU, torch.float32)
+        assert {name: weight for name, (_, weight) in reward.models.items()} == weights
+        for model, _ in reward.models.values():
+            assert model.model.get_input_embeddings().weight.dtype == torch.bfloat16
     wanted |= {"timeout": 9, "normalize": 1, "reasoning": 0, "server": None}
     assert wanted.items() <= vars(reward).items()
 
 
-def test_training_with_several_reward_models(tmp_path):
-    files = tiny.run_files(tmp_path) | {"reward_fn": "", "run_name": "r", "out_dir": tmp_path / "out"}
-    tokenizer = tiny.word_tokenizer(list("abcdefgh"), chat=True)
-    more = tiny.save_reward_dir(tmp_path / "more", tokenizer, seed=9)
-    high = tiny.save_reward_dir(
-        tmp_path / "high", tokenizer, reward_offset=-50.0
-    )  # about 50 for every response
-    sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "critic_warmup_steps": 0}
-    sizes["device"] = "cpu"
-    reward_models = ["--reward_model", f"{files.pop('reward_model')}=0.5", f"{more}=2", f"{high}=0.1"]
-    argv = tiny.flags(**files, **sizes, max_steps=2, length_reward=0.1, repetition_penalty=0.3)
-    train_ppo.main([*argv, *reward_models, "--reward_dtype", "bfloat16"])
-    for metrics in tiny.read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]:
-        parts = [metrics[name] for name in metric_names(PARTS, {name: [x] for name, x in metrics.items()})]
-        names = ("model_reward", "model_more", "length_reward", "repetition")
-        assert {f"reward/{name}" for name in names} <= metrics.keys()
-        assert metrics["reward/score"] == pytest.approx(sum(parts), abs=1e-5)
-        assert metrics["reward/at_limit"] == 1.0
-    with pytest.raises(InputError, match="--reward_dtype was 'bfloat16' and is now 'auto'"):
-        train_ppo.main([*argv, *reward_models, "--resume", "auto"])
-    reward_models[2] = f"{more}=3"
-    with pytest.raises(InputError, match=r"--reward_model .* does not hold what the run began with"):
-        train_ppo.main([*argv, *reward_models, "--reward_dtype", "bfloat16", "--resume", "auto"])
-
-
-@pytest.fixture(scope="module")
-def remote(tmp_path_factory):
-    """A model with code of its own, whose weights are in a file of torch's."""
-    path, by_hand, _ = save_old(tmp_path_factory.mktemp("remote") / "m")
-    (Path(path) / "model.safetensors").unlink()
-    torch.save(by_hand.state_dict(), Path(path) / "pytorch_model.bin")
-    return path
-
-
-def test_code_from_outside_needs_permission_and_weights_may_be_in_torchs_own_file(remote, tmp_path):
-    with pytest.raises(InputError, match="--trust_remote_code"):
-        load_reward_model(remote, CPU)
-    asked = [("a", "b c d"), ("e", "f")]
-    expected = load_reward_model(save_old(tmp_path / "m")[0], CPU, trust_remote_code=True)(asked)
-    assert load_reward_model(remote, CPU, trust_remote_code=True)(asked).equal(expected)
+def test_a_score_that_is_no_number_is_refused():
+    reward = Reward({"model": judging({"p: a": math.nan})})
+    with pytest.raises(InputError, match='--reward_model: the score nan for the response "a"'):
+        reward.raw_scores(tiny.request_of(["p"], ["a"]))
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path):

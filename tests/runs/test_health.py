@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from tiny import ROOT, flags, health_of, read_jsonl, run_files, save_reward_dir,
 
 from trainer import train_ppo
 from trainer.about_run import turns_of
-from trainer.loop import collected_between_steps
 from trainer.runs.health import RULES, TABLE, WINDOW, Health, Past, one_line, spread_of_steps
 
 PICTURES = True  # see pictures.py
@@ -143,7 +141,7 @@ def ended(*shares):
     return [{"rollout/finished": share} for share in shares]
 
 
-NO_ADVANTAGE, SAME = {"policy/advantage_std": 0.0}, {"reward/score_std": 0.0}
+SAME = {"reward/score_std": 0.0}
 FAR, NEAR = ([{"reward/score": 1.05 - fall}] * WINDOW for fall in (0.212, 0.208))  # see ``LIMITS``
 RAW = [step | {"reward/score_raw": 5.0} for step in (*flat(WINDOW), *FAR)]
 STUCK = {"kl/sequence": 0.01}
@@ -153,12 +151,9 @@ LONGER = {"rollout/score_length_corr": 0.7}
 
 # changes of steps, changes of flags, and all that is found
 CASES = [
-    # what is not there from one step to the next: advantages, KL of long answers
-    ([NO_ADVANTAGE] * 3, {}, {"advantages_gone": ("look", 1)}),
-    ([NO_ADVANTAGE, NO_ADVANTAGE, {}], {}, {}),
+    # the KL of long answers
     (kl(20.0, 0.09, 5), {}, {}),
     (kl(9.9, 0.2, 5), {}, {}),
-    (kl(10.1, 0.11, 2), {}, {}),
     ([{}, *kl(10.1, 0.11)], {}, {"kl_far": ("look", 2)}),
     # the ratio of the first minibatch is judged by precision and by the old actor
     ([{"policy/first_ratio": 1.01}], {"dtype": "bfloat16"}, {}),
@@ -171,25 +166,19 @@ CASES = [
     (ended(0.021, 0.021, 0.021), {}, {"few_end": ("look", 1)}),
     (ended(0.71, 0.71, 0.71), {}, {}),
     (ended(1, 1, 1, 0, 0, 0), {}, {"forgets_to_stop": ("wrong", 4)}),
-    (ended(0.4, 0.4, 0.4, 0.4), {}, {"few_end": ("look", 1)}),
     # where a cut answer costs nothing, only a fall of the ends is unusual, and one of few ends is not far
     (ended(0, 0, 0), FREE, {}),
-    (ended(*[0.4] * 8), FREE, {}),
     (ended(1, 1, 1, 0.4, 0.4, 0.4), FREE, {"forgets_to_stop": ("wrong", 4)}),
     (ended(0.29, 0.29, 0.29, 0.05, 0.05, 0.05), FREE, {}),
     # four responses of a step do not say how many end
     (ended(*[0] * 7), FEW, {"small_batch": ("look", 0)}),
     (ended(*[0] * 8), FEW, {"small_batch": ("look", 0), "few_end": ("wrong", 1)}),
-    (ended(0, 0, 0, 0, 1 / 64, 0, 0, 0), {"batch_size": 64}, {"few_end": ("wrong", 1)}),
-    (ended(0, 0, 0.25, 0), {"batch_size": 16}, {"few_end": ("look", 1)}),
     (ended(0, 0, 0), {"missing_eos_penalty": 0.0, "mask_truncated": 1}, {"few_end": ("wrong", 1)}),
     (ended(0.4, 0.4, 0.4), {"missing_eos_penalty": 0.0, "mask_truncated": 1}, {"few_end": ("look", 1)}),
-    (ended(1, 0, 1, 1, 0.5, 1, 1, 1), FEW, {"small_batch": ("look", 0)}),
     (ended(*[1] * 8, *[0.4] * 3), FEW, {"small_batch": ("look", 0), "forgets_to_stop": ("wrong", 9)}),
     # equal scores from the start: 384 responses of a hard task, and 500; later all is learned
     ([SAME] * 3, {}, {"scores_alike": ("look", 1)}),
     ([SAME] * 4, {}, {"scores_alike": ("wrong", 1)}),
-    ([SAME] * 9, {"batch_size": 48}, {"scores_alike": ("look", 1)}),
     ([SAME] * 6, {"batch_size": 48, "processes": 2}, {"scores_alike": ("wrong", 1)}),
     ([{}, {}, {}, *[SAME] * 5], {}, {}),
     ([SAME, SAME, {}, *[SAME] * 5], {}, {}),
@@ -420,7 +409,6 @@ value/clip_fraction 0.5 critic_is_held cliprange_value=0.1
 value/explained_variance -1 critic_useless lam=1
     | --critic_learning_rate 0.000166667, or a longer --critic_warmup_steps
 policy/early_stop 1 early_stop_starves target_kl=0.05 | --learning_rate 0.000166667
-policy/early_stop 1 early_stop_starves target_kl=0.02 | --learning_rate 0.000166667
 policy/early_stop 1 early_stop_starves target_kl=0.000001 | --target_kl 0.02 --learning_rate 0.000166667
 kl/k1 2 kl_far kl_coef=1 | --learning_rate 0.000166667 --kl_coef 3
 kl/k1 2 kl_far kl_coef=0 | --learning_rate 0.000166667 --kl_coef 0.02
@@ -474,18 +462,6 @@ def test_what_is_usual_is_what_the_flags_take():
     for name, (least, most, usual) in [row for table in every for row in table.items()]:
         assert not [value for value in (least, most, usual) if value and known[name].problem(value)], name
         assert least <= usual <= most
-
-
-def test_a_step_costs_the_same_however_long_the_run_is():
-    """A step of the demo takes half a second; the limit is wide for a slow machine."""
-    health, seconds = Health({**FLAGS, "facts": FACTS}), []
-    with collected_between_steps():  # else the collector looks through what other tests have left
-        for record in steps_of(flat(1000, {"eval/accuracy": 0.5})):
-            start = time.process_time()
-            health.add(record)
-            seconds.append(time.process_time() - start)
-    assert sum(seconds[-100:]) / 100 < 2e-2
-    assert sum(seconds[-100:]) < 3 * sum(seconds[100:200]) + 0.1
 
 
 def test_the_spread_of_steps_is_that_of_their_noise_and_not_of_their_trend():

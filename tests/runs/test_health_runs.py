@@ -46,30 +46,6 @@ def test_broken_runs_are_named_each_rule_is_seen_and_healthy_and_remedied_runs_a
     assert health.tables(RUNS) in health.PAGE.read_text(encoding="utf-8")
 
 
-def test_what_is_kept_is_what_the_checks_see_in_the_run(health):
-    """Four digits, no times, no texts of the user's machine."""
-    records = [{"step": 1, "kl/k1": 0.0123456, "perf/rollout_seconds": 1.0, "value/loss": None}]
-    args = {"kl_coef": 0.02, "reward_fn": "/a/b/rewards.py:noise", "out_dir": "/a", "reward_model": ["/a/c"]}
-    kept = health.kept_of(records, args)
-    assert health.records_of(kept) == ([{"step": 1, "kl/k1": 0.01235}], kept["args"])
-    assert kept["args"] == {"kl_coef": 0.02, "reward_fn": "rewards.py:noise", "reward_model": ["c"]}
-    assert RESULTS.stat().st_size < 1_000_000
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("--kl_coef 0.06 --lam 1, or another reward", {"kl_coef": "0.06", "lam": "1"}),
-        ("--dtype float32; if it stays, report it", {"dtype": "float32"}),
-        ("--critic_init actor --lam 3.3e-05", {"critic_init": "actor", "lam": "3.3e-05"}),
-        ("--learning_rate at a third", {}),
-        ("more prompts in --data_path, or --epochs 1", {}),
-    ],
-)
-def test_the_flags_of_a_remedy_can_be_told_from_its_words(health, text, told):
-    assert health.remedy_flags(text) == told
-
-
 def test_a_rate_too_high_is_told_to_fall_whatever_else_is_found(found):
     """A larger --target_kl would let the policy go further away."""
     (starves,) = (f for f in found["rate x10, target_kl 0.05"] if f.name == "early_stop_starves")

