@@ -15,8 +15,11 @@ import argparse
 import ast
 import contextlib
 import copy
+import gc
 import importlib
+import json
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -25,24 +28,32 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from equivalent_faults import EQUIVALENT, HAND_WRITTEN
 
 ROOT = Path.cwd()  # of the checkout
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", "docs", "results", "node_modules", ".*_cache")
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", "node_modules", ".*_cache")
+PYTEST = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short"]
 NOTICED, UNNOTICED = "noticed", "NOT NOTICED"
-SAMPLE = 25  # of a file, where no file is named
 
 WHOLE_STEP = "tests/test_whole_step.py"
+EXPERTS = f"{WHOLE_STEP}::test_three_steps_equal_a_recomputation_in_plain_torch[experts]"
 TESTS = {  # the quickest first
     "trainer/ppo.py": ["tests/test_ppo.py"],
-    "trainer/train_ppo.py": [WHOLE_STEP, "tests/test_value_scale.py", "tests/test_ptx.py"],
+    "trainer/train_ppo.py": [
+        WHOLE_STEP,
+        "tests/test_value_scale.py",
+        "tests/test_ptx.py",
+        "tests/test_ema.py",
+        "tests/runs/test_several_answers.py",
+    ],
     "trainer/options/best.py": ["tests/test_best.py"],
     "trainer/options/ema.py": ["tests/test_ema.py"],
     "trainer/options/filter_groups.py": ["tests/runs/test_several_answers.py"],
     "trainer/options/kl_target.py": ["tests/test_kl_target.py"],
     "trainer/options/missing_eos.py": ["tests/test_missing_eos.py"],
     "trainer/options/offline.py": ["tests/test_offline.py"],
-    "trainer/options/ptx.py": ["tests/test_ptx.py"],
+    "trainer/options/ptx.py": ["tests/test_ptx.py", EXPERTS],
     "trainer/options/replay.py": ["tests/test_replay.py"],
     "trainer/value_scale.py": ["tests/test_value_scale.py"],
     "trainer/generation/sampling.py": ["tests/generation/test_sampling.py"],
@@ -328,30 +339,69 @@ def chosen(file, tests, sample=None, seed=0, lines=None):
 # --------------------------------------------------------------------------------------------- the runs
 
 
-def start(fault, folder, limit):
-    """Fork a process that runs a fault's tests in ``folder``, a copy of the checkout -> its pid."""
+class Watch:
+    """A pytest plugin: notes in ``tests`` what seconds each test takes, and which lines of a file it runs."""
+
+    def __init__(self, file):
+        self.file = os.path.abspath(file)
+        self.tests = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        begun, lines = time.perf_counter(), set()
+
+        def trace(frame, event, arg):
+            mine = frame.f_code.co_filename == self.file
+            if mine:
+                lines.add(frame.f_lineno)
+            return trace if mine else None
+
+        sys.settrace(trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            self.tests[item.nodeid] = time.perf_counter() - begun, sorted(lines)
+
+
+class Order:
+    """A pytest plugin: tests that run a line come first, then the quickest. tests: of a ``Watch``."""
+
+    def __init__(self, line, tests):
+        self.places = {name: (line not in lines, seconds) for name, (seconds, lines) in tests.items()}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items.sort(key=lambda item: self.places[item.nodeid])
+
+
+def run_tests(fault, tests):
+    """In a copy of the checkout: make the fault and run its tests -> pytest's exit code."""
+    path = Path(fault.file)
+    source = replaced(path.read_text(encoding="utf-8"), fault.start, fault.old, fault.new)
+    path.write_text(source, encoding="utf-8")
+    date = zlib.crc32(source.encode())  # by which Python finds the bytecode of a file: another for each fault
+    os.utime(path, (date, date))
+    plugin = Order(fault.number, tests) if tests else Watch(path)
+    code = pytest.main([*PYTEST, *fault.tests], plugins=[plugin])
+    if not tests:
+        modules = [name for name, x in sys.modules.items() if ".venv" in str(getattr(x, "__file__", ""))]
+        Path("found.json").write_text(json.dumps([plugin.tests, modules]))
+    return int(code)
+
+
+def start(fault, tests, folder, limit):
+    """Fork a process for ``run_tests`` in ``folder`` -> its pid."""
     if pid := os.fork():
         return pid
     code = 3
     try:
-        import resource
-
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))  # a fault that never ends is noticed as well
         os.chdir(folder)
         sys.stdout = sys.stderr = log = open("log.txt", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        path = Path(fault.file)
-        source = path.read_text(encoding="utf-8")
-        path.write_text(replaced(source, fault.start, fault.old, fault.new), encoding="utf-8")
-        import pytest
-
-        for test in fault.tests:
-            options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "--durations=0"]
-            if code := int(pytest.main([*options, test])):
-                break
-        imported = [x for x in list(sys.modules.values()) if ".venv" in str(getattr(x, "__file__", ""))]
-        Path("imported.txt").write_text("\n".join(x.__name__ for x in imported))
+        code = run_tests(fault, tests)
     finally:
         os._exit(code)
 
@@ -367,49 +417,45 @@ def result_of(status, folder):
     return word, failed[0] if failed else ""
 
 
-def run(faults, jobs, report, limit=600):
-    """Try all of them, ``jobs`` at a time. Calls report(fault, word, test, seconds, folder) after each."""
-    waiting, running = list(faults), {}
-    with tempfile.TemporaryDirectory() as parent:
-        whole, *free = (Path(parent) / str(n) for n in range(1 + min(jobs, len(waiting))))
-        shutil.copytree(ROOT, whole, ignore=LEFT_OUT)  # once: the checkout may change meanwhile
-        for folder in free:
-            shutil.copytree(whole, folder)
-        while waiting or running:
-            while waiting and free:
-                fault, folder = waiting.pop(0), free.pop()
-                running[start(fault, folder, limit)] = fault, folder, time.perf_counter()
-            pid, status = os.wait()
-            fault, folder, begun = running.pop(pid)
-            report(fault, *result_of(status, folder), time.perf_counter() - begun, folder)
-            shutil.copyfile(whole / fault.file, folder / fault.file)
-            free.append(folder)
+def run(faults, tests, folders, report, limit):
+    """Try all faults of a file, one at a time in each folder. Calls report(fault, word, test, CPU seconds)
+    after each."""
+    waiting, free, running = list(faults), list(folders), {}
+    right = (folders[0] / faults[0].file).read_bytes()
+    while waiting or running:
+        while waiting and free:
+            fault, folder = waiting.pop(0), free.pop()
+            running[start(fault, tests, folder, limit)] = fault, folder
+        pid, status, used = os.wait4(-1, 0)
+        fault, folder = running.pop(pid)
+        report(fault, *result_of(status, folder), used.ru_utime + used.ru_stime)
+        (folder / fault.file).write_bytes(right)
+        free.append(folder)
 
 
-def check_unchanged(file, tests, imports):
-    """Run these tests on the code as it is -> seconds. SystemExit where they fail: then they prove nothing.
-    Afterwards this process has imported what they import from other packages, and need not again."""
-    found = []
+def check_unchanged(file, tests, folder):
+    """Run these tests on the code as it is -> {test: (seconds, the lines of the file that it runs)}.
+    SystemExit where they fail: then they prove nothing. Afterwards this process has imported what they import
+    from other packages, and need not again."""
 
-    def report(fault, word, test, seconds, folder):
+    def report(fault, word, test, seconds):
         if word != UNNOTICED:
             log = (folder / "log.txt").read_text(encoding="utf-8").splitlines()[-15:]
-            raise SystemExit(
-                "\n".join([*log, f"error: without any fault the tests do not pass: {word} {test}"])
-            )
-        found.extend([seconds, (folder / "imported.txt").read_text(encoding="utf-8").split()])
+            why = f"error: without any fault the tests do not pass: {word} {test}"
+            raise SystemExit("\n".join([*log, why]))
 
-    run([Fault(file, 1, 0, "", "", "nothing", tuple(tests))], 1, report)
-    seconds, modules = found
-    for name in modules if imports else ():
+    run([Fault(file, 1, 0, "", "", "nothing", tuple(tests))], None, [folder], report, limit=600)
+    found, modules = json.loads((folder / "found.json").read_text())
+    for name in modules:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    return seconds
+    gc.collect()
+    gc.freeze()  # so that no forked process looks through all these
+    return found
 
 
 def warm_up():
-    """Import what is slow to import and no fault changes, and write no bytecode of changed files."""
-    sys.dont_write_bytecode = True
+    """Import what is slow to import and no fault changes."""
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked process must have one thread
     os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py does, before anything imports Triton
     import torch
@@ -419,26 +465,44 @@ def warm_up():
     return transformers
 
 
+def try_all(plan, jobs):
+    """Try all faults, {file: list of ``Fault``}, so many at a time -> those that no test notices."""
+    survivors = []
+
+    def report(fault, word, test, seconds):
+        if word != NOTICED:
+            survivors.append(fault)
+        print(f"{word:12} {seconds:5.1f} s  {fault.file}:{fault.number}: {fault.line}  [{test}]", flush=True)
+
+    warm_up()
+    with tempfile.TemporaryDirectory() as parent:
+        folders = [Path(parent) / str(n) for n in range(max(1, jobs))]
+        for folder in folders:
+            shutil.copytree(ROOT, folder, ignore=LEFT_OUT)
+        for file, faults in plan.items():
+            tests = dict.fromkeys(test for fault in faults for test in fault.tests)
+            found = check_unchanged(file, tests, folders[0])
+            seconds = sum(seconds for seconds, _ in found.values())
+            print(f"{file}: {len(faults)} faults; without any its tests pass, in {seconds:.0f} s", flush=True)
+            run(faults, found, folders, report, limit=20 + 4 * int(seconds))
+    return survivors
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="*", help="default: all that stand in TESTS")
-    parser.add_argument(
-        "--tests", nargs="+", help="for all of them, the quickest first; default: as in TESTS"
-    )
-    parser.add_argument(
-        "--sample", type=int, help=f"so many of each file; default: all, or {SAMPLE} without files"
-    )
+    parser.add_argument("--tests", nargs="+", help="for all of them; default: as in TESTS")
+    parser.add_argument("--sample", type=int, help="so many of each file; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--lines", help="only of these lines, as 50 or 50-80")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
     parser.add_argument("--list", action="store_true", help="only show them")
     args = parser.parse_args(argv)
-    sample = args.sample if args.files or args.sample else SAMPLE
     plan, misfits = {}, []
     for file in args.files or TESTS | HAND_WRITTEN:
         if not (tests := args.tests or TESTS.get(file, ())) and args.files:
             parser.error(f"{file}: which tests? Give --tests")
-        plan[file], wrong = chosen(file, tests, sample if tests else 0, args.seed, args.lines)
+        plan[file], wrong = chosen(file, tests, args.sample if tests else 0, args.seed, args.lines)
         misfits += wrong
     if misfits:
         print(*misfits, sep="\n", file=sys.stderr)
@@ -447,19 +511,8 @@ def main(argv=None):
         for fault in (fault for faults in plan.values() for fault in faults):
             print(f"{fault.file}:{fault.number}: {fault.line}")
         return
-    begun, survivors = time.perf_counter(), []
-    warm_up()
-
-    def report(fault, word, test, seconds, folder):
-        if word != NOTICED:
-            survivors.append(fault)
-        print(f"{word:12} {seconds:5.1f} s  {fault.file}:{fault.number}: {fault.line}  [{test}]", flush=True)
-
-    for file, faults in plan.items():
-        tests = dict.fromkeys(test for fault in faults for test in fault.tests)
-        seconds = check_unchanged(file, tests, imports=True)
-        print(f"{file}: {len(faults)} faults; without any its tests pass, in {seconds:.0f} s", flush=True)
-        run(faults, max(1, args.jobs), report, limit=20 + 4 * int(seconds))
+    begun = time.perf_counter()
+    survivors = try_all(plan, args.jobs)
     count, seconds = sum(map(len, plan.values())), time.perf_counter() - begun
     print(f"\n{count} faults, {len(survivors)} not noticed, {seconds:.0f} s with {args.jobs} at a time")
     print(*(f"{fault.file}:{fault.number}: {fault.line}" for fault in survivors), sep="\n")

@@ -28,6 +28,10 @@ def test_the_average_by_hand():
     """Weights 1, 3, 5 with beta 0.5: 1; (3 + 0.5) / 1.5; (5 + 1.5 + 0.25) / 1.75. Warm-up does not count."""
     assert average_of([1.0, 3.0, 5.0])[0] == pytest.approx([1, 3.5 / 1.5, 6.75 / 1.75])
     assert average_of([9.0, 9.0, 1.0, 3.0], first_batch=2)[0][2:] == pytest.approx([1, 3.5 / 1.5])
+    _, resumed = average_of([5.0])
+    resumed.load_state_dict(average_of([1.0, 3.0])[1].state_dict())
+    resumed.follow(2)
+    assert resumed.weights["weight"].item() == pytest.approx(6.75 / 1.75)
 
 
 def test_the_model_has_the_average_inside_the_block_only():

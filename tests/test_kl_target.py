@@ -62,7 +62,8 @@ def test_each_old_actor_counts_once_and_only_after_the_actor_has_learned(every, 
     assert found == pytest.approx([0.1 * (1.02**n if n > 0 else 0.98**-n) for n in changes])
 
 
-def test_a_horizon_shorter_than_a_batch_counts_as_one(files):
+def test_the_horizon_is_four_batches_and_one_shorter_than_a_batch_counts_as_one(files):
+    assert controller(horizon=None, responses=16).horizon == 64
     assert make_run(files, kl_target=1, kl_horizon=15)[0].kl.horizon == 16
 
 

@@ -4,10 +4,14 @@ import json
 import shutil
 
 import pytest
+from same_runs import built
 from tiny import finish, flags, launch_two, read_jsonl, run_files, same_run
 
+from dataset.data_order import global_batch
 from errors import InputError
 from trainer import train_ppo
+from trainer.collect import respond, sampling_from
+from trainer.generation.sampling import noise_keys
 
 # Counts the letter a, and keeps the scores of each call in a file of this process.
 COUNTING = """import json, os
@@ -59,9 +63,15 @@ def penalty_of(out):
     return json.loads((out / "r/config.json").read_text())["missing_eos_penalty"]
 
 
-def test_it_is_the_standard_deviation_of_the_first_scores(one):
+def test_it_is_the_standard_deviation_of_the_first_scores(files, one):
+    """The answers to the first batch's prompts, with the noise of step -2."""
     probe, *trained = read_jsonl(one / "scores_0")
     assert (len(probe), len(trained)) == (32, 3)
+    run = built(files, **SIZES)
+    prompts = [run.data[place] for place in global_batch(len(run.data), run.args.seed, 0, 32)]
+    with sampling_from(run, run.old_actor):
+        texts = respond(run, prompts, noise_keys(run.args.seed, -2, range(32)), 1.0).texts
+    assert probe == [text.split().count("a") for text in texts]
     assert 0.3 < spread(probe) < 3
     assert penalty_of(one) == float(f"{spread(probe):.2g}")
     for record in read_jsonl(one / "r/metrics.jsonl")[1:]:
@@ -71,19 +81,20 @@ def test_it_is_the_standard_deviation_of_the_first_scores(one):
 
 
 @pytest.mark.parametrize(
-    ("unit", "given", "chosen"), [("100", "", None), ("0", "", 0.5), ("1", 0.3, 0.3), ("1", 0, 0)]
+    ("unit", "given", "chosen", "size"),
+    [("100", "", None, 32), ("0", "", 0.5, 72), ("1", 0.3, 0.3, 32), ("1", 0, 0, 32)],
 )
 def test_it_follows_the_scale_of_the_scores(
-    unit, given, chosen, files, one, tmp_path, scores, monkeypatch, capsys
+    unit, given, chosen, size, files, one, tmp_path, scores, monkeypatch, capsys
 ):
-    """A half where all are alike, and what is given where it is."""
+    """A half where all are alike, and what is given where it is; at most 64 answers are looked at."""
     monkeypatch.setenv("UNIT", unit)
     flag = {} if given == "" else {"missing_eos_penalty": given}
-    train_ppo.main(argv_of(files, tmp_path, max_steps=1, **flag))
+    train_ppo.main(argv_of(files, tmp_path, max_steps=1, batch_size=size, **flag))
     if chosen is None:
         chosen = float(f"{100 * spread(read_jsonl(one / 'scores_0')[0]):.2g}")  # the same answers
     assert penalty_of(tmp_path) == chosen
-    assert len(read_jsonl(scores)) == (2 if given == "" else 1)
+    assert [len(line) for line in read_jsonl(scores)] == [min(size, 64)] * (given == "") + [size]
     said = f"penalty  {chosen:g} for a response that does not end" in capsys.readouterr().out
     assert said == (given == "")
 

@@ -26,7 +26,7 @@ def pair(n):
     """The chosen answer begins with an a and has no b, the rejected one the other way round."""
     words = [w for w in WORDS if w not in "ab"]
     rest = " ".join(words[(n + i) % 6] for i in range(1 + n % 4))
-    return {"prompt": f"{words[n % 6]} {words[n // 6 % 6]}", "chosen": f"a {rest}", "rejected": f"b {rest}"}
+    return {"asked": f"{words[n % 6]} {words[n // 6 % 6]}", "chosen": f"a {rest}", "rejected": f"b {rest}"}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     return {
         "model": run_files(folder)["model"],
+        "prompt_key": "asked",
         "offline_data_path": write_jsonl(folder / "pairs.jsonl", map(pair, range(60))),
         "eval_data_path": write_jsonl(folder / "held_out.jsonl", map(pair, range(60, 81))),
     }
@@ -52,6 +53,7 @@ def test_without_an_evaluation_there_is_no_sampler(files):
     assert not any(parts.get("sampler") for parts in run.plan.phases.values()) and not run.plan.cache
     metrics, _ = train_ppo.learn(run, 0, one_batch(run)[0])
     assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
+    assert metrics["perf/reward_seconds"] == 0 < metrics["perf/rollout_seconds"]
     assert evaluate_actor(run) == ({}, {})
     assert make_run(files, epochs=9)[0].sampler is not None
 
@@ -69,6 +71,13 @@ def test_what_an_evaluation_says_of_pairs_by_hand(files):
     assert found["eval/chosen_preferred"] == pytest.approx(preferred.item())
 
 
+def test_held_out_pairs_may_be_transcripts(files, tmp_path):
+    both = {side: f"\n\nHuman: c\n\nAssistant: {side[0]}" for side in ("chosen", "rejected")}
+    path = write_jsonl(tmp_path / "transcripts.jsonl", [both])
+    run, _ = make_run(files | {"prompt_key": None}, offline_data_path=path, eval_data_path=path, epochs=9)
+    assert len(run.held_out_pairs) == 1
+
+
 def test_held_out_pairs_are_preferred_after_training(files):
     run, _ = make_run(files, epochs=9, learning_rate=1e-3, max_steps=14, kl_coef=0.05)
     for step in range(12):
@@ -82,12 +91,12 @@ def test_held_out_pairs_are_preferred_after_training(files):
 def test_other_prompts_are_evaluated_by_a_judge_or_by_answers(files, tmp_path):
     judge = "def score(prompts, responses, answers):\n    return [1.0] * len(responses)"
     (tmp_path / "judge.py").write_text(judge)
-    path = write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": "c", "answer": "a"}] * 3)
+    path = write_jsonl(tmp_path / "held_out.jsonl", [{"asked": "c", "answer": "a"}] * 3)
     run, _ = make_run(files, epochs=9, eval_data_path=path, eval_reward_fn=f"{tmp_path / 'judge.py'}:score")
     metrics, _ = evaluate_actor(run)
     assert run.held_out_pairs is None and run.best.beaten_by(metrics, 1).metric == "eval/judge"
     assert run.display.best == "judge"
     assert metrics["eval/judge"] == 1 and metrics["eval/accuracy"] <= 1
-    plain, _ = make_run(files, epochs=9, eval_data_path=write_jsonl(tmp_path / "p.jsonl", [{"prompt": "c"}]))
+    plain, _ = make_run(files, epochs=9, eval_data_path=write_jsonl(tmp_path / "p.jsonl", [{"asked": "c"}]))
     metrics, _ = evaluate_actor(plain)
     assert metrics and plain.best.beaten_by(metrics, 1) is None

@@ -97,7 +97,11 @@ def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_
     assert first != {str(x) for x in alone.items[5]}
     alone.read(0)
     alone.read(1)
-    assert {str(x) for x in alone.items[4]} == first
+    assert list(alone.items) == [4, 5, 6, 7] and {str(x) for x in alone.items[4]} == first
+    for text, learned in (([1, 1], 1), ([1, 0], 1), ([0, 1, 1], 2)):  # masks; a loss is divided by at least 1
+        few = Ptx([([5] * len(text), text)], 0.1, 0, 1, 1, ALONE)
+        few.read(0)
+        assert few.learned == {0: learned}
 
 
 def test_memory_that_runs_out_does_demonstrations_again_too(files, ptx_path, monkeypatch):
@@ -149,12 +153,11 @@ def test_a_run_is_resumed_with_the_same_demonstrations_only(tmp_path, ptx_path):
 
 
 def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
-
-    too_long = [{"text": "a " * count} for count in (250, 300)]
-    long = write_jsonl(tmp_path / "long.jsonl", [*demonstrations(6), *too_long])
+    texts = [{"text": "a " * count} for count in (36, 38, 300)]  # 37 tokens with the EOS, 39, 301
+    long = write_jsonl(tmp_path / "long.jsonl", [*demonstrations(6), *texts])
     run, _ = make_run(files, ptx_data_path=long, max_seq_len=30)
     assert run.args.ptx_coef == 0.1
-    wanted = "6 (2 of 8 read dropped, longer than --max_seq_len + --max_gen_len or the model), "
+    wanted = "7 (2 of 9 read dropped, longer than --max_seq_len + --max_gen_len or the model), "
     wanted += "weight 0.1 (--ptx_coef)"
     assert run.about().count("\nptx      ") == 1 and wanted in run.about()
     path = write_jsonl(tmp_path / "x.jsonl", [{"text": "a " * 256}, {"text": "a"}])
@@ -162,3 +165,10 @@ def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
     assert (len(run.ptx.data), run.ptx.data.dropped) == (1, 1)
     with pytest.raises(InputError, match=r"no answer to learn from"):
         make_run(files, ptx_data_path=files["data_path"])
+    turns = write_jsonl(tmp_path / "turns.jsonl", demonstrations(2)[1:])
+    with pytest.raises(InputError, match=r"does not end answers with the tokenizer's EOS"):
+        make_run(
+            files,
+            ptx_data_path=turns,
+            prompt_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
+        )

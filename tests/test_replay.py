@@ -97,5 +97,5 @@ def test_orders_by_hand_and_which_rows_are_the_newest():
     order = minibatch_order(9, 1, 4, 1, seed=0)
     assert [k // 4 for k in order] == [0, 1, 0, 1]
     rollout = SimpleNamespace(tokens=range(5), rows=list)
-    assert newest_rows(rollout, 2) == [3, 4]
+    assert newest_rows(rollout, 4) == [1, 2, 3, 4]
     assert newest_rows(rollout, 5) is rollout

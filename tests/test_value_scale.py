@@ -140,6 +140,7 @@ def test_what_advantages_are_divided_by():
     follows as the values' scale does: after ten batches of 0.3 one of 0.6 makes the variance
     0.9 * 0.09 + 0.1 * 0.36."""
     scale = AdvantageScale()
+    assert scale.state_dict() == {"batches": 0, "variance": 0.0, "last": 0.0}
     assert scale.unit(0.0, False) == scale.unit(0.003, False) == 1.0  # no batch had anything to tell so far
     assert [scale.unit(0.3, True) for _ in range(10)] == [0.3] * 10
     assert scale.unit(0.003, False) == scale.unit(0.0, False) == scale.unit(0.0, True) == pytest.approx(0.3)
@@ -156,6 +157,9 @@ def test_what_advantages_are_divided_by():
         assert each.unit(1.0, True) == 1.0
     assert restored.state_dict() == scale.state_dict()
     assert scale.variance == pytest.approx(0.9 * follows**2 + 0.1)  # in full: the batch before was large too
+    batch = Rows(RETURNS)
+    small.whiten(batch, batch.outcomes, "group", lambda x: x)  # those were divided by a group's own
+    assert (batch.advantage_unit, batch.advantages.tolist()) == (1, [[1, 1, 5], [1, 0, 0]])
 
 
 @pytest.mark.parametrize(

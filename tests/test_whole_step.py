@@ -69,7 +69,7 @@ CASES = {
     "REINFORCE": NO_CRITIC | options("advantage reinforce kl_in reward"),
     "CISPO, cut answers out": options(
         "kl_in reward policy_loss cispo clip_epsilon 0.1 clip_epsilon_high 0.2 mask_truncated 1 "
-        "entropy_top 0.8"
+        "entropy_top 0.8 update_old_actor_freq 3"
     ),
     "GSPO": options("kl_in loss policy_loss gspo clip_epsilon 0.05 clip_epsilon_high 0.1 replay_batches 1"),
     "options off": options("kl_in loss importance_cap 0 cliprange_value 0 lr_warmup_steps 1"),
