@@ -53,7 +53,7 @@ def gradients(run, minibatch):
     forget_gradients(run)
     sums, tokens = Metrics(), minibatch.response_len.sum().item()
     for name in run.learners:
-        sums.merge(train_ppo.gradients(run, name, minibatch, tokens, 0))
+        sums.merge(train_ppo.add_gradients(run, name, minibatch, tokens, 0))
     grads = [p.grad.clone() for m in (run.actor, run.critic) for p in m.parameters()]
     return grads, sums
 

@@ -154,11 +154,12 @@ def test_equal_rewards_have_no_advantage_whatever_the_rounding(estimator):
 
 def rows(advantages, mask=None, old_logprobs=None, **fields):
     every = torch.ones_like(advantages)
+    mask = every > 0 if mask is None else mask
     return SimpleNamespace(
         advantages=advantages,
-        mask=every > 0 if mask is None else mask,
+        mask=mask,
         old_logprobs=0 * every if old_logprobs is None else old_logprobs,
-        **({"importance_weights": every, "counted": None} | fields),
+        **({"importance_weights": every, "counted": mask} | fields),
     )
 
 
@@ -266,18 +267,17 @@ def test_cut_answers_stay_out_of_the_policy_loss_and_in_the_number_of_tokens():
     """The second of three answers was cut. All cut: a loss and gradients of 0."""
     finished = torch.tensor([True, False, True])
     mask = length_mask(torch.tensor([2, 3, 1]), 3)
-    mb = rows(torch.ones(3, 3), mask, finished=finished)
-    assert ppo.without_truncated(mb).tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0]]
-    mb.counted = torch.tensor([[False, True, False], [True, True, True], [True, False, False]])
-    mb.counted = ppo.without_truncated(mb)  # of --entropy_top's
+    mb = rows(torch.ones(3, 3), mask)
+    assert ppo.without_truncated(mask, finished).tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0]]
+    of_entropy_top = torch.tensor([[False, True, False], [True, True, True], [True, False, False]])
+    mb.counted = ppo.without_truncated(of_entropy_top, finished)
     assert mb.counted.tolist() == [[0, 1, 0], [0, 0, 0], [1, 0, 0]]
     logprobs = torch.zeros(3, 3, requires_grad=True)
     loss, metrics = ppo.policy_loss(logprobs, mb, *CLIP)
     loss.backward()
     assert (loss.item(), metrics["policy/ratio"].item()) == (-2, 6)  # the metrics are of all tokens
     assert logprobs.grad.tolist() == [[0, -1, 0], [0, 0, 0], [-1, 0, 0]]
-    mb.finished = torch.zeros(3, dtype=torch.bool)
-    mb.counted = ppo.without_truncated(mb)
+    mb.counted = ppo.without_truncated(mb.counted, torch.zeros(3, dtype=torch.bool))
     logprobs.grad = None
     loss, _ = ppo.policy_loss(logprobs, mb, *CLIP)
     loss.backward()

@@ -47,7 +47,7 @@ def actor_gradient(run, minibatch, number, budget):
     forget_gradients(run)
     count = minibatch.response_len.sum()
     run.progress.token_budget = budget
-    sums = train_ppo.gradients(run, "actor", minibatch, count, number)
+    sums = train_ppo.add_gradients(run, "actor", minibatch, count, number)
     return {name: p.grad.clone() for name, p in run.actor.named_parameters() if p.requires_grad}, sums
 
 

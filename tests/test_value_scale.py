@@ -158,8 +158,8 @@ def test_what_advantages_are_divided_by():
     assert restored.state_dict() == scale.state_dict()
     assert scale.variance == pytest.approx(0.9 * follows**2 + 0.1)  # in full: the batch before was large too
     batch = Rows(RETURNS)
-    small.whiten(batch, batch.outcomes, "group", lambda x: x)  # those were divided by a group's own
-    assert (batch.advantage_unit, batch.advantages.tolist()) == (1, [[1, 1, 5], [1, 0, 0]])
+    advantages, _, unit = small.whiten(batch.outcomes, batch, "group", lambda x: x)
+    assert (unit, advantages.tolist()) == (1, [[1, 1, 5], [1, 0, 0]])  # divided by a group's own already
 
 
 @pytest.mark.parametrize(

@@ -210,11 +210,10 @@ def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable)
     return (entropy >= least) & mask
 
 
-def without_truncated(rollout: Rollout) -> Tensor:
-    """``--mask_truncated``: of the tokens that count in the policy loss those of responses that were not cut
-    at --max_gen_len, bool [B, R] (TRL's mask_truncated_completions; DAPO, arXiv:2503.14476, section 3.4)."""
-    counted = rollout.mask if rollout.counted is None else rollout.counted
-    return counted & rollout.finished[:, None]
+def without_truncated(counted: Tensor, finished: Tensor) -> Tensor:
+    """``--mask_truncated``: of the tokens [B, R] that count in the policy loss those of responses that were
+    not cut at --max_gen_len (TRL's mask_truncated_completions; DAPO, arXiv:2503.14476, section 3.4)."""
+    return counted & finished[:, None]
 
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> Tensor:
@@ -263,9 +262,7 @@ def policy_loss(
         per_token = cispo_loss(logprobs, limited, advantages, low, high)
     else:
         per_token = clipped_loss(limited, advantages, low, high, dual)
-    weights = mb.importance_weights
-    counted = weights if mb.counted is None else weights * mb.counted
-    loss = masked_sum(counted * per_token, mb.mask)
+    loss = masked_sum(mb.importance_weights * mb.counted * per_token, mb.mask)
     with torch.no_grad():
         outside = (limited < 1 - low) | (limited > 1 + high)
         metrics = {
@@ -282,7 +279,7 @@ def kl_loss(logprobs: Tensor, mb: Rollout) -> Tensor:
     """k2 to the reference times the ratio, which has no gradient, and the importance weight -> the sum over
     tokens. Its gradient is that of today's KL(actor || reference) (arXiv:2510.01555). logprobs [B, R]."""
     ratio = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 0.0).exp()
-    k2 = kl_estimators(logprobs, mb.ref_logprobs)[1]
+    _, k2, _ = kl_estimators(logprobs, mb.ref_logprobs)
     return masked_sum(mb.importance_weights * ratio * k2, mb.mask)
 
 

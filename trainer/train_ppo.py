@@ -1,11 +1,11 @@
 """PPO fine-tuning (RLHF) of a small causal language model, in one script.
 
     for each step, which is one batch of responses:                        loop.py
-        collect   the old actor answers every prompt                       generation/engine.py
+        collect   the old actor answers every prompt                       collect.py, generation/engine.py
                   the rewards score the answers                            rewards/combine.py
         learn
             fill_rollout     log-probs of reference and old actor; values  compute/scoring.py
-                estimate     scores -> rewards of tokens -> advantages     ppo.py
+                estimate     scores -> rewards of tokens -> advantages     ppo.py, value_scale.py
             update    for each PPO epoch, for each minibatch:
                                  train the critic: vf_coef * value loss
                                  train the actor:  clipped policy loss + kl_coef * KL to the reference
@@ -61,7 +61,9 @@ WHOLE = dict.fromkeys(COMPARING, "it takes the whole response as one step")
 
 
 def flag_parser() -> FlagParser:
-    """All flags, in the groups of --help. Edit the defaults here, or give them on the command line."""
+    """All flags, in the groups of --help. Edit the defaults here, or give them on the command line. Where a
+    type stands in the place of the default, inputs.py chooses it. The other keywords: ``Flag`` in flags.py.
+    """
     p = FlagParser(description=__doc__.split("\n\n")[0], common=COMMON)
     add = p.add
     switch = partial(add, choices=[0, 1])
@@ -287,7 +289,7 @@ def collect(run: PpoRun, step: int, batches: Iterator[list]) -> Batch:
     if args.offline_data_path:
         return collect_logged(run.world, batches)
     seconds = Seconds()
-    with seconds.of("rollout"), run.world.all_or_none():
+    with seconds.of("rollout"), run.world.all_or_none():  # all have read their prompts, then all sample
         prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
         noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
     with seconds.of("rollout"), run.world.all_or_none(), sampling_from(run, run.old_actor):
@@ -297,7 +299,8 @@ def collect(run: PpoRun, step: int, batches: Iterator[list]) -> Batch:
         batch.raw = raw_scores(run, run.reward, batch)
     if args.filter_groups:
         sample_again(run, batch, step)
-    # {part: [B]}; their sum is "score". Once a batch: --normalize_reward's statistics take it in.
+    # Normalised, clipped, weighed and summed -> {part: [B], "score": [B]}. Once a batch: the statistics of
+    # --normalize_reward take it in.
     batch.scores = run.reward.combine(batch.raw, run.world)
     return batch
 
@@ -330,27 +333,32 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     rollout.importance_weights = ppo.importance_weights(
         rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask, args.importance_cap
     )
+    rollout.counted = rollout.mask  # the tokens that the policy loss is of
     if args.entropy_top < 1:
         rollout.counted = ppo.choose_tokens(args.entropy_top, entropy, rollout.mask, run.world.gather)
     if args.mask_truncated:
-        rollout.counted = ppo.without_truncated(rollout)
+        rollout.counted = ppo.without_truncated(rollout.counted, rollout.finished)
     if args.kl_target:  # before ``estimate``, which uses the weight of the KL
         run.kl.follow(step, newest_rows(rollout, args.batch_size), run.world.sum)
     estimate(run, rollout)
-    note_rollout(run, newest_rows(rollout, args.batch_size), metrics)
+    note_rollout(run, newest_rows(rollout, args.batch_size), metrics)  # all of it without replay
     if args.replay_batches:
         run.replay.keep(new)
     return rollout
 
 
 def estimate(run: PpoRun, rollout: Rollout) -> None:
-    """Scores [B] -> rewards of tokens -> advantages, and with a critic the returns it learns, all [B, R]."""
+    """Scores [B] -> rewards of tokens -> advantages, and with a critic the returns it learns, all [B, R].
+
+    With a critic the scale of its head follows the returns, which changes no value; of the first batch it is
+    fitted to them, which does."""
     args = run.args
     world = run.world
     mask = rollout.mask
     penalty = None
     if args.kl_in == "reward":
-        penalty = run.kl.coef * ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)[0]
+        k1, _, _ = ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
+        penalty = run.kl.coef * k1
     rewards = ppo.token_rewards(
         rollout.scores, rollout.response_len, mask, kl_penalty=penalty, steps=rollout.step_rewards
     )
@@ -367,17 +375,19 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
         advantages = ppo.leave_one_out(rewards, mask, args.num_generations)
     else:
         advantages = ppo.group_normalized(rewards, mask, args.num_generations)
-    # GAE's and REINFORCE's less their mean; all but those of groups divided by their standard deviation, or
-    # by that of earlier batches where all scores are equal.
+    # Of GAE and REINFORCE: less their mean. Of all but groups: divided by their standard deviation, the unit,
+    # or by that of earlier batches where all scores are equal.
     whitened = run.advantage_scale.whiten(advantages, rollout, args.advantage, world.sum)
     rollout.advantages, rollout.advantage_std, rollout.advantage_unit = whitened
 
 
-def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Metrics]:
-    """A micro-batch's share of the minibatch's value loss -> (loss, Metrics).
+# Each loss is a sum over tokens, divided by the tokens of the whole minibatch over all processes; the
+# load-balancing loss of experts by its sequences. So micro-batches and processes only have to be added up.
 
-    AdamW divides the scale of a gradient out again: ``--vf_coef`` matters only where --grad_clip binds.
-    """
+
+def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Metrics]:
+    """A micro-batch's share of the minibatch's value loss -> (loss, Metrics). ``--vf_coef`` matters only
+    where --grad_clip binds: AdamW divides the scale of a gradient out again."""
     args = run.args
     metrics = Metrics()
     # balance: the load-balancing loss of experts, 0 for other models
@@ -385,7 +395,7 @@ def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, M
     loss, info = ppo.value_loss(
         values, mb.values, mb.returns, mb.mask, cliprange=args.cliprange_value, scale=run.critic.scale
     )
-    metrics.add_all(info, mb.response_len.sum())
+    metrics.add_all(info, count=mb.response_len.sum())
     metrics.add("value/balance_loss", balance, len(mb.tokens))
     return args.vf_coef * loss / token_count + balance / run.minibatch_size, metrics
 
@@ -394,7 +404,8 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Me
     """A micro-batch's share of the minibatch's loss of the actor -> (loss, Metrics).
 
     (policy loss + kl_coef * KL - entropy_coef * entropy) / tokens + balance loss of experts / sequences. With
-    --kl_in reward the KL is in the advantages (``estimate``), and ``policy_loss`` adds what was moved since.
+    --kl_in reward the advantages have the KL of before the updates (``estimate``), and ``policy_loss`` takes
+    off what the updates have added to it since.
     """
     args = run.args
     metrics = Metrics()
@@ -409,24 +420,23 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Me
         dual=args.dual_clip,
         kind=args.policy_loss,
         kl_in_reward=kl_weight if args.kl_in == "reward" else 0.0,
-        decay=args.gamma * args.lam,
+        decay=args.gamma * args.lam,  # of that KL, as in the advantages
     )
     if args.kl_in == "loss" and kl_weight:
         loss = loss + kl_weight * ppo.kl_loss(logprobs, mb)
-    entropy = ppo.masked_sum(entropy, mb.mask)
+    total_entropy = ppo.masked_sum(entropy, mb.mask)
     if args.entropy_coef:
-        loss = loss - args.entropy_coef / mb.advantage_unit * entropy
-    metrics.add_all({**info, "policy/entropy": entropy}, mb.response_len.sum())
+        loss = loss - args.entropy_coef / mb.advantage_unit * total_entropy
+    metrics.add_all({**info, "policy/entropy": total_entropy}, count=mb.response_len.sum())
     metrics.add("policy/balance_loss", balance, len(mb.tokens))
     return loss / token_count + balance / run.minibatch_size, metrics
 
 
-def gradients(run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int) -> Metrics:
+def add_gradients(run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int) -> Metrics:
     """Backward of one model's loss, micro-batch by micro-batch; the actor's with the demonstrations of
-    optimizer step ``number``, if there are any.
+    optimizer step ``number``, if there are any -> what the losses have measured.
 
-    token_count: the minibatch's response tokens over all processes. Every loss is a sum divided by it, so the
-    sum of all processes' gradients is the gradient of the whole minibatch.
+    token_count: the minibatch's response tokens over all processes.
     """
 
     def loss_of(rows: list[int]) -> tuple[Tensor, Metrics]:  # of a micro-batch
@@ -446,13 +456,13 @@ def train(
     clip, step. None, without a step, where ``--target_kl`` stops the actor."""
     args = run.args
     learner = run.learners[name]
-    sums = gradients(run, name, minibatch, token_count, number)
-    metrics.merge(sums)
+    measured = add_gradients(run, name, minibatch, token_count, number)
+    metrics.merge(measured)
     metrics.keep_first("policy/ratio", "policy/first_ratio")  # of the first minibatch: it must be 1
     if name == "critic":
-        [total_loss] = sums.sums(["value/loss"], run.world)
+        [total_loss] = measured.sums(["value/loss"], run.world)
     else:
-        total_loss, total_kl = sums.sums(["policy/loss", "policy/approx_kl"], run.world)
+        total_loss, total_kl = measured.sums(["policy/loss", "policy/approx_kl"], run.world)
         stopped = 0 < args.target_kl < total_kl / token_count
         metrics.add("policy/early_stop", stopped)
         if stopped:
@@ -485,7 +495,8 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
     first_number = step * run.updates_per_batch  # optimizer steps before this batch
     actor_trains = step >= run.learners["actor"].first_batch  # --critic_warmup_steps
     with phase("updates", len(order), "minibatches") as bar:
-        for number, k in enumerate(order, first_number):  # number: optimizer step in the run; k: minibatch
+        # number: of the optimizer step in the run; k: of the minibatch, the oldest batch's first
+        for number, k in enumerate(order, first_number):
             steps = []
             if run.critic:
                 steps.append(train(run, "critic", minibatches[k], token_counts[k], number, metrics))
@@ -493,7 +504,7 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
                 steps.append(train(run, "actor", minibatches[k], token_counts[k], number, metrics))
                 actor_trains = steps[-1] is not None  # None: --target_kl
             taken = [done for done in steps if done]
-            if not taken:
+            if not taken:  # the actor has stopped, and there is no critic
                 break
             note_steps(run, taken)
             bar.update()

@@ -145,7 +145,7 @@ def test_a_micro_batch_never_waits_for_a_gpu(kl_in_reward, monkeypatch):
         prepare_training(backbone, 0)
     scorer, value_scorer = PolicyScorer(policy, learn_entropy=True), ValueScorer(critic)
     metrics, rollout = Metrics(), make_rollout()
-    rollout.counted = rollout.mask  # as of --entropy_top
+    rollout.counted = rollout.mask
     rollout.layout  # noqa: B018
     gates = torch.randn(9, 4), torch.randn(9, 4)
     experts = Layout([4, 5])

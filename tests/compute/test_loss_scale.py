@@ -140,7 +140,7 @@ def test_gradients_are_those_of_fp32(files):
         run.critic.scale = scale
         count = rollout.response_len.sum().item()
         for name in ("critic", "actor"):
-            train_ppo.gradients(run, name, rollout, count, 0)
+            train_ppo.add_gradients(run, name, rollout, count, 0)
         parameters = [p for model in (run.critic, run.actor) for p in model.parameters()]
         grads[dtype] = [p.grad / run.loss_scale.value for p in parameters]
         norms[dtype] = [step_if_finite(run, learner, 0.0, 0).norm for learner in run.learners.values()]

@@ -154,7 +154,7 @@ def gradients_of_trained(run, minibatch):
     forget_gradients(run)
     sums, tokens = Metrics(), minibatch.response_len.sum().item()
     for name in run.learners:
-        sums.merge(train_ppo.gradients(run, name, minibatch, tokens, 0))
+        sums.merge(train_ppo.add_gradients(run, name, minibatch, tokens, 0))
     assert all(p.grad is None for m in (run.actor, run.critic) for p in frozen(m))
     return [p.grad.clone() for m in (run.actor, run.critic) for p in trained(m)], sums
 

@@ -45,7 +45,7 @@ class Rollout:
     old_logprobs: Tensor = LATER  # [B, R] of the training forward
     values: Tensor = LATER  # [B, R] with a critic
     importance_weights: Tensor = LATER  # [B, R] what sampler and old log-probs make of the loss
-    counted: Tensor | None = None  # [B, R] bool, which tokens the policy loss is of; None: all
+    counted: Tensor = LATER  # [B, R] bool, which tokens the policy loss is of
     rewards: Tensor = LATER  # [B, R]
     outcomes: Tensor = LATER  # [B, R] their discounted sums from each token on (Monte Carlo)
     returns: Tensor = LATER  # [B, R] what the critic learns, if there is one
