@@ -4,7 +4,6 @@ import gzip
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import tracemalloc
 
@@ -12,7 +11,7 @@ import pytest
 from tiny import word_tokenizer, write_jsonl
 
 from dataset import lm_dataset
-from dataset.data_order import global_batch, local_positions, next_batch, record_batches, record_loader
+from dataset.data_order import global_batch, next_batch, record_loader
 from dataset.lm_dataset import RLAIFDataset
 from dataset.record_files import open_records
 from errors import InputError
@@ -117,28 +116,6 @@ def test_what_cannot_be_opened_or_unpacked_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"a\.parquet: .*pip install 'datasets"):
         open_records(tmp_path / "a.parquet")
-
-
-@pytest.fixture
-def forty(tmp_path):
-    """40 prompts of a packed list, and their batches."""
-    path = tmp_path / "a.json.gz"
-    prompts = [{"prompt": "a b " * (i % 7 + 1)} for i in range(40)]
-    path.write_bytes(gzip.compress(json.dumps(prompts).encode()))
-    data = RLAIFDataset(path, word_tokenizer("ab"), 50)
-    return data, list(record_batches(40, 0, range(5), 8, local_positions(8, 0, 1), 1))
-
-
-def test_ctrl_c_ends_no_worker(forty):
-    """It goes to the whole group of processes; the main one answers it."""
-    data, order = forty
-    with record_loader(data, order, 1) as batches:
-        made = [next_batch(batches)]
-        (worker,) = multiprocessing.active_children()
-        os.kill(worker.pid, signal.SIGINT)
-        made += [next_batch(batches) for _ in range(4)]
-    assert made == [[data[i] for i in batch] for batch in order]
-    assert multiprocessing.active_children() == []
 
 
 @pytest.fixture
