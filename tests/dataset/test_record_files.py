@@ -118,6 +118,18 @@ def test_what_cannot_be_opened_or_unpacked_is_refused(tmp_path, monkeypatch):
         open_records(tmp_path / "a.parquet")
 
 
+def test_without_pread_and_fork(tmp_path, monkeypatch):
+    """As on Windows: no worker is started, and a file is read with seek."""
+    monkeypatch.delattr(os, "pread", raising=False)
+    monkeypatch.delattr(os, "fork", raising=False)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a " * (1 + i)} for i in range(40)])
+    data, order = RLAIFDataset(path, word_tokenizer("a"), 50), [[3, 39, 5], [0, 17]]
+    with record_loader(data, order, 1) as batches:
+        made = [next_batch(batches) for _ in order]
+        assert multiprocessing.active_children() == []
+    assert [[len(prompt.prompt_ids) - 1 for prompt in batch] for batch in made] == order
+
+
 @pytest.fixture
 def small_limits(monkeypatch):
     monkeypatch.setattr(lm_dataset, "READ_WHOLE", 30)
