@@ -112,13 +112,20 @@ def test_a_score_is_at_its_limit_where_the_clip_holds_it():
         assert reward.at_limit(raw).tolist() == wanted
 
 
-def test_the_steps_of_some_responses_are_replaced():
-    """Scores of parts and of answer blocks: test_several_answers.py."""
-    steps = [[(0, 1.0)], [(1, 2.0)], [], [(3, 4.0)]]
-    old = RawScores({"function": torch.tensor([1.0, 2, 3, 4])}, steps=steps)
-    old.replace([1, 3], RawScores({"function": torch.tensor([5.0, 6])}, steps=[[(5, 5.0)], []]))
-    assert old.parts["function"].tolist() == [1, 5, 3, 6]
+def test_some_raw_scores_are_replaced_by_hand():
+    """Of four responses the second and the fourth are new. Of these the fourth has an answer block, as the
+    first and the second had."""
+    parts, blocks = ({"model": torch.tensor(x)} for x in ([1.0, 2, 3, 4], [10.0, 20, math.nan, math.nan]))
+    old = RawScores(parts, blocks, steps=[[(0, 1.0)], [(1, 2.0)], [], [(3, 4.0)]])
+    parts, blocks = ({"model": torch.tensor(x)} for x in ([5.0, 6], [math.nan, 60]))
+    new = RawScores(parts, blocks, steps=[[(5, 5.0)], []])
+    old.replace([1, 3], new)
+    assert old.parts["model"].tolist() == [1, 5, 3, 6]
+    assert old.blocks["model"].nan_to_num(-1).tolist() == [10, -1, -1, 60]
     assert old.steps == [[(0, 1.0)], [(5, 5.0)], [], []]
+    no_model = RawScores({"function": torch.tensor([5.0, 6])}, steps=[[], []])
+    no_model.replace([1], RawScores({"function": torch.tensor([7.0])}, steps=[[]]))
+    assert no_model.parts["function"].tolist() == [5, 7]
 
 
 def close(one, other):
