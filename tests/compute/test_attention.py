@@ -3,7 +3,6 @@ needs a GPU), and of single queries."""
 
 import warnings
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,16 +169,3 @@ def test_grouped_heads_are_repeated_where_no_fused_kernel_takes_them(on_cpu, win
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     torch.testing.assert_close(attention._causal_attention(query, key, value, window, 0.3), wanted)
     assert seen == [(not on_cpu, on_cpu)]
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_single_queries_over_a_cache(groups):
-    """Queries in bf16 over keys in fp32, as a CPU decodes; each row sees its own number of columns."""
-    query, key, value = torch.randn(3, 4, 1, 8).bfloat16(), *torch.randn(2, 3, groups, 7, 8)
-    seen = (torch.arange(7) <= torch.tensor([0, 6, 3])[:, None])[:, None, None]
-    mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    module = SimpleNamespace(num_key_value_groups=4 // groups)
-    out, _ = attention.attention(module, query, key, value, mask, scaling=0.3)
-    wanted = by_products(query.float(), key, value, seen, 0.3).transpose(1, 2)
-    assert out.shape == (3, 1, 4, 8)
-    torch.testing.assert_close(out, wanted.bfloat16(), rtol=1e-2, atol=1e-2)

@@ -4,7 +4,6 @@ import gzip
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import tracemalloc
 
@@ -12,7 +11,7 @@ import pytest
 from tiny import word_tokenizer, write_jsonl
 
 from dataset import lm_dataset
-from dataset.data_order import global_batch, local_positions, next_batch, record_batches, record_loader
+from dataset.data_order import global_batch, next_batch, record_loader
 from dataset.lm_dataset import RLAIFDataset
 from dataset.record_files import open_records
 from errors import InputError
@@ -119,26 +118,16 @@ def test_what_cannot_be_opened_or_unpacked_is_refused(tmp_path, monkeypatch):
         open_records(tmp_path / "a.parquet")
 
 
-@pytest.fixture
-def forty(tmp_path):
-    """40 prompts of a packed list, and their batches."""
-    path = tmp_path / "a.json.gz"
-    prompts = [{"prompt": "a b " * (i % 7 + 1)} for i in range(40)]
-    path.write_bytes(gzip.compress(json.dumps(prompts).encode()))
-    data = RLAIFDataset(path, word_tokenizer("ab"), 50)
-    return data, list(record_batches(40, 0, range(5), 8, local_positions(8, 0, 1), 1))
-
-
-def test_ctrl_c_ends_no_worker(forty):
-    """It goes to the whole group of processes; the main one answers it."""
-    data, order = forty
+def test_without_pread_and_fork(tmp_path, monkeypatch):
+    """As on Windows: no worker is started, and a file is read with seek."""
+    monkeypatch.delattr(os, "pread", raising=False)
+    monkeypatch.delattr(os, "fork", raising=False)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a " * (1 + i)} for i in range(40)])
+    data, order = RLAIFDataset(path, word_tokenizer("a"), 50), [[3, 39, 5], [0, 17]]
     with record_loader(data, order, 1) as batches:
-        made = [next_batch(batches)]
-        (worker,) = multiprocessing.active_children()
-        os.kill(worker.pid, signal.SIGINT)
-        made += [next_batch(batches) for _ in range(4)]
-    assert made == [[data[i] for i in batch] for batch in order]
-    assert multiprocessing.active_children() == []
+        made = [next_batch(batches) for _ in order]
+        assert multiprocessing.active_children() == []
+    assert [[len(prompt.prompt_ids) - 1 for prompt in batch] for batch in made] == order
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 import transformers as T
+from test_invariants import make_run
 
 from errors import InputError
 from model.critic import CriticModel
@@ -196,6 +197,17 @@ def test_every_flag_reaches_the_reward(tmp_path):
             assert model.model.get_input_embeddings().weight.dtype == torch.bfloat16
     wanted |= {"timeout": 9, "normalize": 1, "reasoning": 0, "server": None}
     assert wanted.items() <= vars(reward).items()
+
+
+def test_a_step_logs_the_mean_of_each_part_and_the_share_at_the_limit(tmp_path):
+    tokenizer = tiny.word_tokenizer(tiny.WORDS, chat=True)
+    high = tiny.save_reward_dir(tmp_path / "high", tokenizer, reward_offset=-50.0)
+    run, prompts = make_run(tiny.run_files(tmp_path) | {"reward_model": high})
+    batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]))
+    logged, _ = train_ppo.learn(run, 0, batch)
+    assert logged["reward/at_limit"] == 1.0
+    for name, scores in batch.scores.items():
+        assert logged[f"reward/{name}"] == pytest.approx(scores.mean().item(), abs=1e-6)
 
 
 def test_a_score_that_is_no_number_is_refused():

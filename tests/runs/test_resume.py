@@ -351,13 +351,6 @@ def test_no_run_folder_is_named_like_a_result(tmp_path):
         shutil.rmtree(folder.path)
 
 
-def test_a_place_that_is_not_mounted_is_one_line(tmp_path):
-    (tmp_path / "out").symlink_to(tmp_path / "nothing" / "there")
-    for name in ("", "r"):
-        with pytest.raises(InputError, match=r"--out_dir .*out: cannot be written"):
-            RunFolder(tmp_path / "out", name, "")
-
-
 def test_a_folder_goes_only_where_it_holds_nothing_but_its_own(tmp_path):
     """Not with an evaluation, a tracker's folder or a file of the user, and not if it was there before."""
     for file in ("", "metrics.jsonl", "tensorboard", "a.txt"):
