@@ -168,13 +168,18 @@ def test_which_metric_decides_and_only_a_higher_value_beats_the_best():
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"eval_reward_fn": ""}, {"reasoning": 1, "num_generations": 2, "normalize_reward": 1}]
+    "more",
+    [
+        {},
+        {"eval_reward_fn": "", "num_generations": 2},
+        {"reasoning": 1, "num_generations": 2, "normalize_reward": 1},
+    ],
 )
 def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(
     files, tmp_path, monkeypatch, more
 ):
     monkeypatch.setenv("JUDGE", VALUES)
-    if more:
+    if "reasoning" in more:
         held_out = write_jsonl(tmp_path / "eval.jsonl", [{"prompt": "a", "answer": "b"}])
         more = more | {"eval_data_path": held_out}
     train_ppo.main(argv_of(files | more, tmp_path, max_steps=1))
