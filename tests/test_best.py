@@ -167,19 +167,15 @@ def test_which_metric_decides_and_only_a_higher_value_beats_the_best():
         assert not now.follows(first)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"eval_reward_fn": "", "num_generations": 2},
-        {"reasoning": 1, "num_generations": 2, "normalize_reward": 1},
-    ],
-)
+ALL_NAMES = {"reasoning": 1, "num_generations": 2, "normalize_reward": 1}
+
+
+@pytest.mark.parametrize("more", [{}, {"eval_reward_fn": "", "num_generations": 2}, ALL_NAMES])
 def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(
     files, tmp_path, monkeypatch, more
 ):
     monkeypatch.setenv("JUDGE", VALUES)
-    if "reasoning" in more:
+    if more is ALL_NAMES:
         held_out = write_jsonl(tmp_path / "eval.jsonl", [{"prompt": "a", "answer": "b"}])
         more = more | {"eval_data_path": held_out}
     train_ppo.main(argv_of(files | more, tmp_path, max_steps=1))
