@@ -285,15 +285,6 @@ def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
     assert -1 <= last["eval/correlation"] <= 1
 
 
-def same_supervised_run(one, other):
-    for name in ("model", "optimizer"):
-        left, right = (tiny.load_weights(folder, 6, name) for folder in (one, other))
-        assert left.keys() == right.keys()
-        assert all(left[key].equal(right[key]) for key in left)
-    left, right = (tiny.without_time(tiny.read_jsonl(folder / "metrics.jsonl")) for folder in (one, other))
-    assert left == right
-
-
 def interrupted(out, out_dir):
     """A copy of a run folder as after a kill at its last step, before this step was saved."""
     run = shutil.copytree(out / "r", out_dir / "r")
@@ -307,7 +298,7 @@ def interrupted(out, out_dir):
 def test_resumed_after_a_kill_equals_never_stopped_bit_for_bit(files, whole, tmp_path, kind):
     run = interrupted(whole[kind], tmp_path)
     SCRIPTS[kind].main([*argv_of(files, kind, tmp_path), "--resume", "auto"])
-    same_supervised_run(whole[kind] / "r", run)
+    tiny.same_run(whole[kind] / "r", run, 6)
     result = {"sft": "full_sft_32", "reward": "reward_32"}[kind]
     for file in (whole[kind] / result).iterdir():
         assert file.read_bytes() == (tmp_path / result / file.name).read_bytes(), file.name
@@ -380,7 +371,7 @@ def test_in_fp16_the_scale_is_kept(files, tmp_path, monkeypatch):
     train_sft.main(argv)
     before = shutil.copytree(tmp_path / "r", tmp_path / "before")
     train_sft.main([*argv, "--resume", str(tmp_path / "r" / "checkpoints" / "step_2")])
-    same_supervised_run(before, tmp_path / "r")
+    tiny.same_run(before, tmp_path / "r", 6)
     for folder in (before, tmp_path / "r"):
         lines = tiny.read_jsonl(folder / "metrics.jsonl")[1:]
         assert [m["perf/loss_scale"] / 2**10 for m in lines] == [1, 1, 2, 2, 4, 4]
