@@ -250,5 +250,3 @@ def test_the_plan_was_within_a_tenth_of_every_measured_run(benchmark):
         assert run["plan"] == pytest.approx(sum(run["parts"].values()), abs=len(run["parts"]))
         # The check of loading is a limit that is always enough: sometimes gaps are used again, sometimes not.
         assert 1 <= run["loading plan"] / run["peaks"]["loading"] <= 1.45, run["run"]
-
-
