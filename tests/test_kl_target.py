@@ -22,8 +22,9 @@ def follow(it, kls, batch=1, sum_over_processes=lambda x: x):
     """A batch of responses with these KLs, each in two tokens of which one is padding -> the weight."""
     kls = torch.tensor(kls)
     mask = torch.tensor([[True, True, False]] * len(kls))
-    old = torch.stack([kls / 4, 3 * kls / 4, torch.full_like(kls, 1e9)], 1)
-    newest = SimpleNamespace(old_logprobs=old, ref_logprobs=torch.zeros(len(kls), 3), mask=mask, tokens=kls)
+    ref = torch.tensor([[-1.0, -2.0, 0.0]]).expand(len(kls), 3)
+    old = ref + torch.stack([kls / 4, 3 * kls / 4, torch.full_like(kls, 1e9)], 1)
+    newest = SimpleNamespace(old_logprobs=old, ref_logprobs=ref, mask=mask, tokens=kls)
     it.follow(batch, newest, sum_over_processes)
     return it.coef
 
