@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-from types import SimpleNamespace
 from unittest.mock import ANY
 
 import pytest
@@ -13,7 +12,7 @@ from tiny import DIE, finish, flags, launch, load_weights, read_jsonl, run_files
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
-from trainer.options.best import Best, best_so_far, first_best, usual_metric
+from trainer.options.best import Best, best_so_far, usual_metric
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 6, "epochs": 9}
 SIZES |= {"device": "cpu", "log_interval": 1000, "critic_warmup_steps": 0, "dtype": "float32"}
@@ -108,11 +107,15 @@ def test_killed_between_the_best_and_its_checkpoint_it_ends_the_same(whole, half
     assert best_of(half) == best_of(whole)
 
 
-def test_evaluated_in_another_way_the_best_begins_anew(half, files, monkeypatch, capsys):
+@pytest.mark.parametrize("changed", ["eval_data_path", "eval_reward_fn"])
+def test_evaluated_in_another_way_the_best_begins_anew(half, files, monkeypatch, capsys, changed):
     monkeypatch.setenv("JUDGE", "0 0 0 0 -9 -8 -9")
     monkeypatch.setenv("JUDGE_FROM", "4")
-    prompts = write_jsonl(half / "other.jsonl", [{"prompt": "d"}])
-    train_ppo.main([*argv_of(files | {"eval_data_path": prompts}, half), "--resume", "auto"])
+    other = {"eval_data_path": write_jsonl(half / "other.jsonl", [{"prompt": "d"}])}
+    if changed == "eval_reward_fn":
+        (half / "other.py").write_text(JUDGE)
+        other = {"eval_reward_fn": f"{half / 'other.py'}:judge"}
+    train_ppo.main([*argv_of(files | other, half), "--resume", "auto"])
     assert "note: the best so far was evaluated otherwise; it begins anew" in capsys.readouterr().out
     best, _ = best_of(half)
     assert (best["value"], best["step"]) == (-8.0, 5)
@@ -164,41 +167,24 @@ def test_which_metric_decides_and_only_a_higher_value_beats_the_best():
         assert not now.follows(first)
 
 
-def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(files, tmp_path, monkeypatch):
+ALL_NAMES = {"reasoning": 1, "num_generations": 2, "normalize_reward": 1}
+
+
+@pytest.mark.parametrize("more", [{}, {"eval_reward_fn": "", "num_generations": 2}, ALL_NAMES])
+def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(
+    files, tmp_path, monkeypatch, more
+):
     monkeypatch.setenv("JUDGE", VALUES)
-    message = "--best_metric eval/loss: no evaluation has it; choose one of .*eval/judge, .*eval/score_greedy"
-    with pytest.raises(InputError, match=message):
-        train_ppo.main(argv_of(files, tmp_path, best_metric="loss"))
-
-
-@pytest.mark.parametrize(
-    ("reasoning", "accuracy", "answers", "pairs", "more"),
-    [
-        (False, False, 1, None, ""),
-        (False, False, 2, None, ""),  # without right answers nothing passes
-        (True, False, 1, None, "format_rate"),
-        (False, True, 1, None, "accuracy"),
-        (True, True, 2, [1], "format_rate accuracy pass@2 chosen_preferred"),
-    ],
-)
-def test_the_names_there_are_and_what_the_values_depend_on(reasoning, accuracy, answers, pairs, more):
-    args = SimpleNamespace(best_metric="", num_generations=answers)
-    args.eval_reward_fn, args.eval_reward_model = "j.py:j", ["m", "n=2"]
-    run = SimpleNamespace(
-        args=args,
-        reward=SimpleNamespace(names=["score"], reasoning=reasoning),
-        judge=SimpleNamespace(names=["judge"]),
-        held_out=SimpleNamespace(has_accuracy=accuracy, fingerprint="f"),
-        held_out_pairs=pairs,
-    )
-    assert first_best(run) == Best("f j.py:j m n=2")
-    sampled_only = ("pass@2", "chosen_preferred")
-    names = ["score", "judge", "length", "finished", *more.split()]
-    names += [f"{name}_greedy" for name in names if name not in sampled_only]
-    args.best_metric = "loss"
-    with pytest.raises(InputError) as caught:
-        first_best(run)
-    assert set(str(caught.value).partition("choose one of ")[2].split(", ")) == {f"eval/{n}" for n in names}
+    if more is ALL_NAMES:
+        held_out = write_jsonl(tmp_path / "eval.jsonl", [{"prompt": "a", "answer": "b"}])
+        more = more | {"eval_data_path": held_out}
+    train_ppo.main(argv_of(files | more, tmp_path, max_steps=1))
+    found = {name for name in read_jsonl(tmp_path / "r/metrics.jsonl")[0] if name.startswith("eval/")}
+    message = "--best_metric eval/loss: no evaluation has it; choose one of "
+    with pytest.raises(InputError, match=message) as caught:
+        train_ppo.main(argv_of(files | more, tmp_path / "other", max_steps=1, best_metric="loss"))
+    found.discard("eval/judge_std")  # of no use to choose by
+    assert set(str(caught.value).partition("choose one of ")[2].split(", ")) == found
 
 
 def test_a_damaged_file_of_the_best_is_refused(tmp_path):

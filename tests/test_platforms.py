@@ -11,10 +11,8 @@ import pytest
 from tiny import ROOT, WORDS, flags, read_jsonl, run_files, same_run, write_jsonl
 
 import atomic_files
-from errors import InputError
 from trainer import train_ppo
 from trainer.compute.cpu import kernels
-from trainer.runs.resume import RunFolder
 
 HIDDEN = Path(__file__).parent / "without_unix"
 SIZES = {"max_steps": 3, "batch_size": 4, "device": "cpu", "eval_interval": 0, "dtype": "float32"}
@@ -105,7 +103,7 @@ with atomic_files.one_at_a_time(pathlib.Path(sys.argv[1])):
 """
 
 
-def test_a_lock_ends_with_its_process_and_that_of_a_run_names_it(tmp_path):
+def test_a_lock_ends_with_its_process(tmp_path):
     """Of a run that another process holds: test_resume.py."""
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -125,11 +123,6 @@ def test_a_lock_ends_with_its_process_and_that_of_a_run_names_it(tmp_path):
         process.communicate()
     waiter.join(60)
     assert not waiter.is_alive()
-    folder = RunFolder(tmp_path.parent, tmp_path.name, "auto")
-    with pytest.raises(InputError, match=f"in use by process {os.getpid()} on "):
-        RunFolder(tmp_path.parent, tmp_path.name, "auto")
-    folder.close()
-    RunFolder(tmp_path.parent, tmp_path.name, "auto").close()
     assert not (tmp_path.parent / f".{tmp_path.name}.lock").exists()  # nothing is left beside a result
 
 

@@ -161,8 +161,21 @@ def test_regression_by_hand(files):
     assert found["eval/correlation"] == pytest.approx(correlation, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward", "rated", "demo"])
-def test_gradients_do_not_depend_on_the_cut(files, kind):
+@pytest.fixture(scope="module")
+def experts(files, tmp_path_factory):
+    """The files, with a MiniMind with experts as the policy."""
+    tokenizer = load_tokenizer(files["model"])
+    torch.manual_seed(0)
+    config = MiniMindConfig(use_moe=True, router_aux_loss_coef=0.1, vocab_size=len(tokenizer), **MINI)
+    path = tmp_path_factory.mktemp("experts") / "moe.pth"
+    save_policy(MiniMindForCausalLM(config), tokenizer, path)
+    return {**files, "model": str(path)}
+
+
+@pytest.mark.parametrize("kind", ["sft", "sft, experts", "reward", "rated", "demo"])
+def test_gradients_do_not_depend_on_the_cut(files, experts, kind):
+    if kind == "sft, experts":
+        files, kind = experts, "sft"
     run, cut = build(files, kind), build(files, kind, gradient_checkpointing=1)
     items = [run.data[i] for i in range(9)]
     means, whole = gradients_of(run, items)
@@ -172,24 +185,15 @@ def test_gradients_do_not_depend_on_the_cut(files, kind):
         assert again["train/loss"] == pytest.approx(means["train/loss"], abs=1e-6)
 
 
-def test_a_mixture_of_experts_is_balanced_and_named_and_no_reward_model(files, tmp_path):
-    tokenizer = load_tokenizer(files["model"])
-    torch.manual_seed(0)
-    config = MiniMindConfig(use_moe=True, router_aux_loss_coef=0.1, vocab_size=len(tokenizer), **MINI)
-    save_policy(MiniMindForCausalLM(config), tokenizer, tmp_path / "moe.pth")
-    moe = {**files, "model": str(tmp_path / "moe.pth")}
-    train_sft.main(argv_of(moe, "sft", tmp_path, max_steps=2))
+def test_a_mixture_of_experts_is_balanced_and_named_and_no_reward_model(experts, tmp_path):
+    train_sft.main(argv_of(experts, "sft", tmp_path, max_steps=2))
     assert load_policy(tmp_path / "full_sft_32_moe.pth").config.use_moe
     assert tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["train/balance_loss"] > 0
-    run = build(moe, "sft")
-    items = [run.data[i] for i in range(5)]
-    whole, cut = (gradients_of(run, items, budget)[1] for budget in (4096, 20))
-    assert close(whole, cut)
-    assert whole["0.model.layers.0.mlp.gate.weight"].abs().max() > 0
-    for version in (2, 3):
-        policy = load_policy(tiny.ROOT / f"tests/fixtures/minimind/minimind{version}_moe.pth")
-        with pytest.raises(InputError, match="--model: no sequence classifier exists for small_lm_minimind"):
-            train_reward.reward_from(policy, tiny.word_tokenizer([str(i) for i in range(158)]))
+    run = build(experts, "sft")
+    _, gradients = gradients_of(run, [run.data[i] for i in range(5)])
+    assert gradients["0.model.layers.0.mlp.gate.weight"].abs().max() > 0
+    with pytest.raises(InputError, match="--model: no sequence classifier exists for small_lm_minimind"):
+        train_reward.reward_from(load_policy(experts["model"]), run.tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -281,15 +285,6 @@ def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
     assert -1 <= last["eval/correlation"] <= 1
 
 
-def same_supervised_run(one, other):
-    for name in ("model", "optimizer"):
-        left, right = (tiny.load_weights(folder, 6, name) for folder in (one, other))
-        assert left.keys() == right.keys()
-        assert all(left[key].equal(right[key]) for key in left)
-    left, right = (tiny.without_time(tiny.read_jsonl(folder / "metrics.jsonl")) for folder in (one, other))
-    assert left == right
-
-
 def interrupted(out, out_dir):
     """A copy of a run folder as after a kill at its last step, before this step was saved."""
     run = shutil.copytree(out / "r", out_dir / "r")
@@ -303,14 +298,14 @@ def interrupted(out, out_dir):
 def test_resumed_after_a_kill_equals_never_stopped_bit_for_bit(files, whole, tmp_path, kind):
     run = interrupted(whole[kind], tmp_path)
     SCRIPTS[kind].main([*argv_of(files, kind, tmp_path), "--resume", "auto"])
-    same_supervised_run(whole[kind] / "r", run)
+    tiny.same_run(whole[kind] / "r", run, 6)
     result = {"sft": "full_sft_32", "reward": "reward_32"}[kind]
     for file in (whole[kind] / result).iterdir():
         assert file.read_bytes() == (tmp_path / result / file.name).read_bytes(), file.name
 
 
-def test_a_damaged_checkpoint_and_other_flags(files, whole, tmp_path, capsys):
-    run = interrupted(whole["sft"], tmp_path)
+def test_a_stage_resumes_with_what_it_began_with_only(files, whole, tmp_path):
+    interrupted(whole["sft"], tmp_path)
     argv = argv_of(files, "sft", tmp_path)
     with pytest.raises(InputError, match=r"--weight_decay was 0\.1 and is now 0\.2"):
         train_sft.main([*argv, "--weight_decay", "0.2", "--resume", "auto"])
@@ -319,31 +314,14 @@ def test_a_damaged_checkpoint_and_other_flags(files, whole, tmp_path, capsys):
         train_sft.main([*argv, "--data_path", other, "--resume", "auto"])
     with pytest.raises(InputError, match=r"is a run of train_sft.py; name one of train_reward.py"):
         train_reward.main([*argv_of(files, "reward", tmp_path), "--resume", "auto"])
-    weights = run / "checkpoints" / "step_4" / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[len(data) // 2] ^= 1
-    weights.write_bytes(data)
-    train_sft.main([*argv, "--resume", "auto"])
-    assert "step_4 is damaged (model.safetensors is damaged)" in capsys.readouterr().out
-    same_supervised_run(whole["sft"] / "r", run)
-
-
-BOTH = """import json, os, sys
-sys.path.insert(0, {root!r})
-from trainer import train_sft, train_reward
-train_sft.main(json.loads(sys.argv[1]))
-# A meeting place of its own:
-os.environ |= {{"MASTER_PORT": sys.argv[3], "TORCHELASTIC_USE_AGENT_STORE": "False"}}
-train_reward.main(json.loads(sys.argv[2]))
-"""
 
 
 def test_two_processes_with_half_the_batch_equal_one(files, whole, tmp_path):
-    (tmp_path / "both.py").write_text(BOTH.format(root=str(tiny.ROOT)))
-    argv = [json.dumps(argv_of(files, kind, tmp_path / kind, batch_size=2)) for kind in SCRIPTS]
-    for process in tiny.launch_two([*argv, str(tiny.free_port())], script=tmp_path / "both.py"):
-        tiny.finish(process)
     for kind in SCRIPTS:
+        argv = argv_of(files, kind, tmp_path / kind, batch_size=2)
+        script = tiny.ROOT / "trainer" / f"train_{kind}.py"
+        for process in tiny.launch_two(argv, script=script):
+            tiny.finish(process)
         one, two = whole[kind] / "r", tmp_path / kind / "r"
         same_weights(one, two, 6, ("model",))
         same_metrics(
@@ -386,22 +364,18 @@ def test_a_step_that_is_not_finite_is_no_step(files, tmp_path, monkeypatch):
         train_sft.main(argv_of(files, "sft", tmp_path, run_name="bad"))
 
 
-def test_in_fp16_the_scale_is_kept_and_the_losses_are_those_of_fp32(files, whole, tmp_path, monkeypatch):
+def test_in_fp16_the_scale_is_kept(files, tmp_path, monkeypatch):
     monkeypatch.setattr(precision, "INTERVAL", 2)
     monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**10)  # doubled twice, it still is no overflow
     argv = argv_of(files, "sft", tmp_path, dtype="float16")
     train_sft.main(argv)
     before = shutil.copytree(tmp_path / "r", tmp_path / "before")
-    lines = tiny.read_jsonl(before / "metrics.jsonl")[1:]
-    assert [m["perf/loss_scale"] / 2**10 for m in lines] == [1, 1, 2, 2, 4, 4]
-    assert sum(m["train/skipped_steps"] for m in lines) == 0
-    exact = [m["train/loss"] for m in tiny.read_jsonl(whole["sft"] / "r" / "metrics.jsonl")[1:]]
-    losses = [m["train/loss"] for m in lines]
-    assert losses == pytest.approx(exact, rel=5e-3) and losses != exact
     train_sft.main([*argv, "--resume", str(tmp_path / "r" / "checkpoints" / "step_2")])
-    same_supervised_run(before, tmp_path / "r")
-    again = tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]
-    assert [m["perf/loss_scale"] for m in again] == [m["perf/loss_scale"] for m in lines]
+    tiny.same_run(before, tmp_path / "r", 6)
+    for folder in (before, tmp_path / "r"):
+        lines = tiny.read_jsonl(folder / "metrics.jsonl")[1:]
+        assert [m["perf/loss_scale"] / 2**10 for m in lines] == [1, 1, 2, 2, 4, 4]
+        assert sum(m["train/skipped_steps"] for m in lines) == 0
 
 
 def test_the_commands_that_the_stages_print_run_as_they_stand(files, tmp_path, capsys, monkeypatch):
@@ -451,8 +425,7 @@ def test_the_flags_of_make_demo_assets_exist():
     )
     lines = done.stdout.replace("\\\n", " ").splitlines()
     commands = [line.split()[1:] for line in lines if "trainer/" in line or "demo/make" in line]
-    scripts = ["make_data.py", "make_tokenizer.py", "train_sft.py", "train_sft.py", "make_reward.py"]
-    assert [Path(script).name for script, *_ in commands] == scripts
+    assert len(commands) == 5
     for script, *argv in commands:
         assert (tiny.ROOT / script).is_file()
         if "--dtype" in argv:

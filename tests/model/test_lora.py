@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_families import FAMILIES, build, logits
 from test_invariants import filled_rollout, furthest, make_run, same
-from tiny import WORDS, load_weights, run_files, train
+from tiny import WORDS, load_weights, train
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -26,11 +26,6 @@ FAST = {"lora_r": RANK, "learning_rate": 1e-2, "critic_learning_rate": 1e-2}
 SMALL = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "epochs": 9, "critic_warmup_steps": 1}
 SMALL |= {"ppo_epochs": 2, "dtype": "float32"}
 HEAD = {"value_head.weight", "value_head.bias"}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return run_files(tmp_path_factory.mktemp("files"))
 
 
 def bits(module):
