@@ -35,18 +35,16 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", "node_modules", ".*_ca
 PYTEST = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short"]
 NOTICED, UNNOTICED = "noticed", "NOT NOTICED"
 
-WHOLE_STEP = "tests/test_whole_step.py"
-RECOMPUTED = f"{WHOLE_STEP}::test_three_steps_equal_a_recomputation_in_plain_torch"
+RECOMPUTED = "tests/test_whole_step.py::test_three_steps_equal_a_recomputation_in_plain_torch"
 PASSES = "tests/test_invariants.py::test_all_scoring_takes_micro_batches_as_large_as_those_of_updates"
-TESTS = {  # the quickest first
+TESTS = {  # those that run a fault's line come first, and of these the quickest
     "trainer/ppo.py": ["tests/test_ppo.py"],
     "trainer/train_ppo.py": [
-        WHOLE_STEP,
-        "tests/test_value_scale.py",
-        "tests/test_ptx.py",
-        "tests/test_ema.py",
+        RECOMPUTED,
+        "tests/test_ema.py::test_a_run_evaluates_and_saves_the_average",
         "tests/runs/test_several_answers.py",
         PASSES,
+        "tests/test_flags.py::test_a_flag_that_excludes_another_is_one_line_with_both_and_the_reason",
     ],
     "trainer/options/best.py": ["tests/test_best.py"],
     "trainer/options/ema.py": ["tests/test_ema.py"],
@@ -89,8 +87,9 @@ NEGATIONS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)  # their s
 NAMES = {"min": "max", "minimum": "maximum", "amin": "amax", "argmin": "argmax", "any": "all"}
 NAMES |= {"zeros": "ones", "zeros_like": "ones_like", "new_zeros": "new_ones", "floor": "ceil"}
 NAMES |= {wrong: right for right, wrong in NAMES.items()}
-# Arguments that no test on a CPU can miss, and safeguards.
+# Arguments that no test of one process on a CPU can miss, and safeguards.
 LEFT_ALONE = ("device", "non_blocking", "pin_memory", "strict", "stacklevel", "use_cache", "attention_mask")
+LEFT_ALONE += ("in_step",)
 
 
 class Fault(NamedTuple):
@@ -381,7 +380,7 @@ class Order:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        items.sort(key=lambda item: self.places[item.nodeid])
+        items.sort(key=lambda item: self.places.get(item.nodeid, (False, 0.0)))
 
 
 def run_tests(fault, tests):
