@@ -25,6 +25,7 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
     "trainer/train_ppo.py": {
         EXACTLY: ["stopped = 0 < args.target_kl <= approx_kl[0]"],
         "whichever comes to the GPU first": ["with run.host.on_device(run.ref, run.old_actor):"],
+        "what trains no more has no step to note": ["pass  # break"],
         "a share of 1 is all tokens": ["if args.entropy_top <= 1:", "if args.entropy_top < 2:"],
     },
     "trainer/value_scale.py": {
@@ -80,6 +81,8 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
         SAME_PLACE: [
             "probs = logits.softmax(1, dtype=torch.float32)",
+            "token = logits.argmax(1, keepdim=True)",
+            "return (x.double() * 2**52).long().cumsum(1).double() / 2**52",
         ],
         "a guard against the last bit of a sum": [
             "return place, inside.clamp(0, 1 + 2 ** (-33))",

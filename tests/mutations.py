@@ -2,13 +2,14 @@
 
     python tests/mutations.py                                  the formulas, each file with its tests (TESTS)
     python tests/mutations.py trainer/ppo.py                   one file of them
-    python tests/mutations.py chat.py --tests tests/test_chat.py --sample 40 --seed 0
+    python tests/mutations.py chat.py --tests tests/test_chat.py
     python tests/mutations.py trainer/ppo.py --lines 50-80 --list
 
 It works on the checkout in which it is started. The rules walk a file's syntax tree. Each fault is made in a
-copy of the checkout, where the tests run in a forked process, file by file, up to the first failure. Exit
-code 1: a fault that no test noticed, or tests that fail without any; 2: a list that does not fit the code.
-equivalent_faults.py has the faults that change no result, and a few that no rule makes. Linux only.
+copy of the checkout, where the tests run in a forked process up to the first failure: first those that run
+the line, the quickest first. Exit code 1: a fault that no test noticed, or tests that fail without any; 2: a
+list that does not fit the code. equivalent_faults.py has the faults that change no result, and a few that no
+rule makes. Linux only.
 """
 
 import argparse
@@ -37,13 +38,15 @@ NOTICED, UNNOTICED = "noticed", "NOT NOTICED"
 
 RECOMPUTED = "tests/test_whole_step.py::test_three_steps_equal_a_recomputation_in_plain_torch"
 PASSES = "tests/test_invariants.py::test_all_scoring_takes_micro_batches_as_large_as_those_of_updates"
-TESTS = {  # those that run a fault's line come first, and of these the quickest
+TESTS = {
     "trainer/ppo.py": ["tests/test_ppo.py"],
     "trainer/train_ppo.py": [
         RECOMPUTED,
         "tests/test_ema.py::test_a_run_evaluates_and_saves_the_average",
         "tests/runs/test_several_answers.py",
         PASSES,
+        "tests/compute/test_loss_scale.py::test_what_a_lower_scale_cannot_help_ends_the_run_and_names_fp32",
+        "tests/test_progress_bar.py::test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit",
         "tests/test_flags.py::test_a_flag_that_excludes_another_is_one_line_with_both_and_the_reason",
     ],
     "trainer/options/best.py": ["tests/test_best.py"],
@@ -325,23 +328,19 @@ def hand_written(file):
     return faults, misfits
 
 
-def chosen(file, tests, sample=None, seed=0, lines=None):
-    """The faults to try in a file -> (list of ``Fault``, misfits of the lists). A sample depends on the texts
-    of the lines, not on their places."""
+def chosen(file, tests, lines=""):
+    """The faults to try in a file -> (list of ``Fault``, what does not fit). lines: "50", "50-80" or all."""
     source = (ROOT / file).read_text(encoding="utf-8")
-    faults = faults_of(file, source, tuple(tests)) if sample != 0 else []
+    faults = faults_of(file, source, tuple(tests)) if tests else []
     known = [line for lines in EQUIVALENT.get(file, {}).values() for line in lines]
     made = {fault.line for fault in faults}
-    misfits = [f"{file}: no rule makes this: {line}" for line in known if faults and line not in made]
-    faults = [fault for fault in faults if fault.line not in known]
+    misfits = [f"{file}: no rule makes this: {line}" for line in known if line not in made]
+    more, wrong = hand_written(file)
+    faults = [fault for fault in faults if fault.line not in known] + more
     if lines:
         first, _, last = lines.partition("-")
         faults = [fault for fault in faults if int(first) <= fault.number <= int(last or first)]
-    if sample is not None:
-        faults.sort(key=lambda fault: zlib.crc32(f"{seed} {fault.line} {fault.new}".encode()))
-        faults = sorted(faults[:sample], key=lambda fault: fault.start)
-    more, wrong = ([], []) if lines else hand_written(file)
-    return faults + more, misfits + wrong
+    return faults, misfits + wrong
 
 
 # --------------------------------------------------------------------------------------------- the runs
@@ -502,9 +501,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="*", help="default: all that stand in TESTS")
     parser.add_argument("--tests", nargs="+", help="for all of them; default: as in TESTS")
-    parser.add_argument("--sample", type=int, help="so many of each file; default: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--lines", help="only of these lines, as 50 or 50-80")
+    parser.add_argument("--lines", default="", help="only of these lines, as 50 or 50-80")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
     parser.add_argument("--list", action="store_true", help="only show them")
     args = parser.parse_args(argv)
@@ -512,7 +509,7 @@ def main(argv=None):
     for file in args.files or TESTS | HAND_WRITTEN:
         if not (tests := args.tests or TESTS.get(file, ())) and args.files:
             parser.error(f"{file}: which tests? Give --tests")
-        plan[file], wrong = chosen(file, tests, args.sample if tests else 0, args.seed, args.lines)
+        plan[file], wrong = chosen(file, tests, args.lines)
         misfits += wrong
     if misfits:
         print(*misfits, sep="\n", file=sys.stderr)
