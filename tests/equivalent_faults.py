@@ -3,7 +3,49 @@
 EXACTLY = "only a number that stands exactly at the limit is concerned, where both sides are right"
 PADDING = "only padding is concerned, which no sum takes in"
 # {file: {why no result changes: [the line as the fault leaves it]}}
+SAME_PLACE = "the dimension meant is of that size, or at that place"
 EQUIVALENT: dict[str, dict[str, list[str]]] = {
+    "trainer/compute/scoring.py": {
+        SAME_PLACE: [
+            "experts = logits.shape[1]",
+            "gate = logits.float().softmax(1)",
+            "chosen = torch.zeros_like(gate).scatter_(1, gate.topk(top_k, dim=-1).indices, 1.0)",
+            "chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k).indices, 1.0)",
+            "chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k, dim=1).indices, 1.0)",
+        ],
+        "a pass has more than one token in any case": [
+            "token_budget: int = 1,",
+            "rollout: Rollout, scorer: PolicyScorer, temperature: float, token_budget: int = 1",
+            "def score_values(rollout: Rollout, scorer: ValueScorer, token_budget: int = 1) -> Tensor:",
+        ],
+        "any row will do where there is none left": [
+            "rows = index or [1]  # of a pass of a sharded model for which no rows are left",
+        ],
+    },
+    "trainer/train_ppo.py": {
+        EXACTLY: ["stopped = 0 < args.target_kl <= approx_kl[0]"],
+        "whichever comes to the GPU first": ["with run.host.on_device(run.ref, run.old_actor):"],
+        "what trains no more has no step to note": ["pass  # break"],
+        "a share of 1 is all tokens": ["if args.entropy_top <= 1:", "if args.entropy_top < 2:"],
+    },
+    "trainer/value_scale.py": {
+        EXACTLY: [
+            "if not (informative and 0 < size < LARGEST):",
+            "if not (total[1] < LARGEST and error[1] <= LARGEST):",
+            "if not (total[1] <= LARGEST and error[1] < LARGEST):",
+            "far_off = error_std ** 2 >= MISLED * variance or spread**2 < SMALL * variance",
+            "far_off = error_std**2 > MISLED * variance or spread ** 2 <= SMALL * variance",
+        ],
+    },
+    "trainer/options/offline.py": {
+        "for type checkers only": ["Logged = TypeVar('Logged', LoggedPairs, LoggedAnswers)"],
+        "these are overwritten before anything reads them": [
+            "logprobs = torch.ones(tokens.shape, device=device)",
+        ],
+    },
+    "trainer/options/missing_eos.py": {
+        EXACTLY: ['penalty = UNKNOWN if spread <= LEAST_SPREAD else float(f"{spread:.2g}")'],
+    },
     "trainer/ppo.py": {
         "float32 is the default": ["rewards = torch.zeros(mask.shape, device=mask.device)"],
         "where all values are 0, only gamma * lambda counts": [
@@ -22,7 +64,10 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
         "a square has no sign": ["k2 = kl_estimators(mb.ref_logprobs, logprobs)[1]"],
         "the last sum adds nothing": ["while n <= x.shape[1]:"],
-        PADDING: ["log_ratio = torch.where(mb.mask, logprobs - mb.old_logprobs, 1.0)"],
+        PADDING: [
+            "log_ratio = torch.where(mb.mask, logprobs - mb.old_logprobs, 1.0)",
+            "ratio = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 1.0).exp()",
+        ],
         "an advantage of 0 has no loss": [
             "per_token = torch.where(advantages <= 0, torch.min(per_token, -dual * advantages), per_token)",
         ],
@@ -31,8 +76,13 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         "blocks of any size give the same sums": [
             "BLOCK = 65  # tokens in one block of the CDF's coarse level",
         ],
-        "the dimension meant is of that size, or at that place": [
+        "numbers and addresses reach C in registers of their own, in whatever order": [
+            "kernels.over_rows('sample_tokens', logits, u.contiguous(), token, float(temperature), logprob)",
+        ],
+        SAME_PLACE: [
             "probs = logits.softmax(1, dtype=torch.float32)",
+            "token = logits.argmax(1, keepdim=True)",
+            "return (x.double() * 2**52).long().cumsum(1).double() / 2**52",
         ],
         "a guard against the last bit of a sum": [
             "return place, inside.clamp(0, 1 + 2 ** (-33))",

@@ -154,7 +154,7 @@ def test_which_metric_decides_and_only_a_higher_value_beats_the_best():
     assert usual_metric({"eval/accuracy": 0.0, "eval/score": 0.0}) == "eval/score"
     assert usual_metric({"eval/accuracy": 0.0, "eval/length": 1.0}) == "eval/accuracy"  # there is no score
     assert usual_metric({"eval/length": 1.0}) == ""
-    assert Best().beaten_by({"eval/length": 1.0}, 1) is None
+    assert Best().beaten_by({"eval/length": 1.0}, 1) is None and Best().step == 0
     first = Best("x", "eval/x").beaten_by({"eval/x": -5.0}, 3)
     assert first == Best("x", "eval/x", -5.0, 3)
     for value in (-5.0, float("nan"), -6.0):

@@ -35,18 +35,18 @@ def filled_rollout(run, prompts, step=0):
     return batch.rollout, metrics
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_all_scoring_takes_micro_batches_as_large_as_those_of_updates(parts, files, monkeypatch):
+@pytest.mark.parametrize(("size", "accumulation"), [(16, 1), (4, 1), (8, 2)])
+def test_all_scoring_takes_micro_batches_as_large_as_those_of_updates(size, accumulation, files, monkeypatch):
     """A minibatch is the whole batch, or a quarter of it: no pass has more tokens than the plan counts."""
     monkeypatch.setattr(scoring, "tokens_per_pass", lambda device: 1)
-    run, prompts = make_run(files, mini_batch_size=16 // parts)
+    run, prompts = make_run(files, mini_batch_size=size, accumulation_steps=accumulation)
     run.progress.token_budget = 10_000
     calls = []
     for scorer in {*run.scorers.values(), run.value_scorer}:
         scorer.register_forward_hook(lambda *given: calls.append(given))
     filled_rollout(run, prompts)
     passes = len(calls) / 3  # of reference, old actor and critic
-    assert passes == 1 if parts == 1 else 4 <= passes < 16
+    assert passes == 1 if size == 16 else 4 <= passes < 16
 
 
 def gradients(run, minibatch):

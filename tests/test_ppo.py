@@ -81,6 +81,7 @@ def test_gae_by_hand_and_with_lambda_one_return_minus_value():
     assert returns.tolist() == [[2.625, 2.5, 2.0], [3.0, 0.0, 0.0]]
     _, returns = ppo.gae(rewards, values, MASK, gamma=1.0, lam=1.0)
     assert returns.tolist() == [[3, 2, 2], [3, 0, 0]]  # the rewards to go
+    assert ppo.gae(rewards[:, :1], values[:, :1], MASK[:, :1], 0.5, 0.5)[0].tolist() == [[-1], [2]]
 
 
 REWARDS = torch.tensor([[1.0, 0.0, 2.0], [5.0, 9.0, math.nan], [1.0, 1.0, 1.0], [0.0, 0.0, 7.0]])
@@ -351,13 +352,15 @@ def test_discounted_sums_by_hand():
 
 def test_the_kl_in_the_reward_follows_the_actor():
     """Two tokens, advantages 0 when the batch began. The actor has since made them more likely by 0.1 and 0.2
-    nats: with weight 0.5 and decay 0.5 the advantages are now -0.5 * (0.1 + 0.5 * 0.2) and -0.5 * 0.2."""
+    nats: with weight 0.5 and decay 0.5 the advantages are now -0.5 * (0.1 + 0.5 * 0.2) and -0.5 * 0.2. Where
+    no decay is given, later tokens count in full."""
     old = torch.tensor([[-1.0, -2.0, 9.0]])
-    logprobs = (old + torch.tensor([[0.1, 0.2, 5.0]])).requires_grad_()
     mb = rows(torch.zeros(1, 3), torch.tensor([[True, True, False]]), old)
-    ppo.policy_loss(logprobs, mb, 1.0, 1.0, kl_in_reward=0.5, decay=0.5)[0].backward()
-    expected = [0.1 * math.exp(0.1), 0.1 * math.exp(0.2), 0.0]  # -advantage * ratio
-    assert logprobs.grad.tolist() == [pytest.approx(expected)]
+    for decay, first in (({"decay": 0.5}, 0.1), ({}, 0.15)):
+        logprobs = (old + torch.tensor([[0.1, 0.2, 5.0]])).requires_grad_()
+        ppo.policy_loss(logprobs, mb, 1.0, 1.0, kl_in_reward=0.5, **decay)[0].backward()
+        expected = [first * math.exp(0.1), 0.1 * math.exp(0.2), 0.0]  # -advantage * ratio
+        assert logprobs.grad.tolist() == [pytest.approx(expected)]
 
 
 def test_value_loss_by_hand_and_in_units_of_the_scale():

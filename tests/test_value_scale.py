@@ -52,8 +52,14 @@ FIRST = {  # returns, values; the line that maps the values; the variance afterw
         (RETURNS, [[10.0, 30.0, 50.0], [30.0, 9.0, 9.0]], (0.1, -1.0), 3.0),
         ([[0.0, 4.0, 4.0], [0.0, 9.0, 9.0]], [[0.0] * 3] * 2, (1.0, 0.0), 3.5),
     ],
-    "the error 1, 1, 3, 1 is less than the returns vary: only its mean is added": [
-        (RETURNS, [[0.0, 0.0, 2.0], [0.0, 9.0, 9.0]], (1.0, 1.5), 3.0)
+    "the error 1, 1, 3.7, 1 is less than the returns vary: only its mean is added": [
+        (RETURNS, [[0.0, 0.0, 1.3], [0.0, 9.0, 9.0]], (1.0, 1.675), 3.0)
+    ],
+    "the error 4, 0, 0, 0 varies as the returns do": [
+        (RETURNS, [[-3.0, 1.0, 5.0], [1.0, 9.0, 9.0]], (1.0, 1.0), 3.0)
+    ],
+    "the error -10, 0, 0, 0 is more: variance 18.75 instead of 12": [
+        ([[2.0, 2.0, 10.0], [2.0] * 3], [[12.0, 2.0, 10.0], [2.0] * 3], (28 / 83, 4 - 6.5 * 28 / 83), 12.0)
     ],
     "equal returns say something about the mean only": [
         ([[3.0] * 3] * 2, [[10.0, 30.0, 50.0], [30.0, 9.0, 9.0]], (1.0, -27.0), 1.0),
@@ -97,6 +103,9 @@ def test_how_the_scale_follows_the_batches(stds, variance):
     scale = ValueScale(make_critic())
     update(scale, *[Rows([[0.3, 0.3 + 2 * std, 0.3 + 2 * std], [0.3, 0.0, 0.0]]) for std in stds])
     assert scale.critic.scale == pytest.approx(variance**0.5, rel=1e-3)
+    restored = ValueScale(make_critic())
+    restored.load_state_dict(scale.state_dict())
+    assert restored.state_dict() == scale.state_dict() and restored.critic.scale == scale.critic.scale
 
 
 def test_returns_and_values_that_are_no_numbers_leave_the_critic_alone():
@@ -104,7 +113,8 @@ def test_returns_and_values_that_are_no_numbers_leave_the_critic_alone():
     scale, before = ValueScale(critic), critic(tokens)
     broken = Rows([[1.0, 2.0, 5.0], [1.0, 0.0, 0.0]])
     broken.values[0, 1] = torch.nan
-    update(scale, Rows([[1.0, math.nan, 5.0], [1.0, 0.0, 0.0]]), broken)
+    huge = [[1e20, 2e20, 5e20], [1e20, 0.0, 0.0]]  # the critic is right, but the squares are too large
+    update(scale, Rows([[1.0, math.nan, 5.0], [1.0, 0.0, 0.0]]), broken, Rows(huge, huge))
     assert critic(tokens).equal(before)
     assert (scale.batches, critic.scale) == (0, 1.0)
 

@@ -63,6 +63,7 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
         asked = [run.data[i] for i in range(8)]
         batches[times] = train_ppo.collect(run, 0, iter([asked]))
         batch = batches[times]
+        assert batch.seconds.keys() == {"rollout", "reward"}
         assert response_texts(batch.rollout, run.tokenizer) == batch.texts
         fresh = raw_scores(run, run.reward, batch)
         assert fresh.parts.keys() == batch.raw.parts.keys()
