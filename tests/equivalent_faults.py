@@ -23,7 +23,7 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
     },
     "trainer/train_ppo.py": {
-        EXACTLY: ["stopped = 0 < args.target_kl <= approx_kl[0]"],
+        EXACTLY: ["stopped = 0 < args.target_kl <= total_kl / token_count"],
         "whichever comes to the GPU first": ["with run.host.on_device(run.ref, run.old_actor):"],
         "what trains no more has no step to note": ["pass  # break"],
         "a share of 1 is all tokens": ["if args.entropy_top <= 1:", "if args.entropy_top < 2:"],
