@@ -9,7 +9,7 @@ import statistics
 from collections import Counter
 
 from common import ROOT, table
-from learning_tasks import TASKS
+from learning_tasks import NO_CRITIC, TASKS
 
 PAGE = ROOT / "docs" / "learning.md"
 PLAIN_RLOO = "RLOO, 4 answers"
@@ -63,7 +63,7 @@ def figure(run, place=-1):
 
 def pick(runs, task, who, variant="", samples=None, wanted_rates=None):
     """The runs of one kind with these rates, or with those that have the most seeds, by seed."""
-    samples = samples or TASKS[task]["samples"]
+    samples = samples or samples_of(task, who)
     wanted = task, who, variant, samples
     found = [r for r in runs if (r["task"], r["who"], r["variant"], r["samples"]) == wanted]
     rates = [r["rates"] for r in found]
@@ -72,11 +72,17 @@ def pick(runs, task, who, variant="", samples=None, wanted_rates=None):
     return [r for r in found if r["rates"] == most]
 
 
+def samples_of(task, who):
+    """The usual number of samples of a trainer's runs."""
+    this = TASKS[task]
+    return this.get("ablate", this["samples"]) if who in NO_CRITIC else this["samples"]
+
+
 def best_rates(runs, task, who):
     """The rates with the best end of the first seed, among the runs of the usual number of samples."""
-    this = TASKS[task]
-    tried = [r for r in runs if (r["task"], r["who"], r["seed"], r["variant"]) == (task, who, 0, "")]
-    return max((r for r in tried if r["samples"] == this["samples"]), key=figure)["rates"]
+    wanted = task, who, 0, "", samples_of(task, who)
+    tried = [r for r in runs if (r["task"], r["who"], r["seed"], r["variant"], r["samples"]) == wanted]
+    return max(tried, key=figure)["rates"]
 
 
 def middle(values, digits=3):
