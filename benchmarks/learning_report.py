@@ -49,6 +49,7 @@ ON_ALL_TASKS = {PLAIN_RLOO, "group, 4 answers"}
 ELSEWHERE = (WITHOUT_CRITIC.keys() | OPTIONS.keys()) - ON_ALL_TASKS  # not in the table of decisions
 BESIDE_TRL = [task for task, this in TASKS.items() if this["rates"]["trl"]]
 NAMES = {"trl": "TRL", "ours": "here"}
+PEERS = (("GRPO, `group`", "grpo", "our_group"), ("RLOO", "rloo", "our_rloo"))
 COLOURS = {"trl": "tab:orange", "ours": "tab:blue"}
 WORDS = {"closed": "share of the gap", "accuracy": "held-out accuracy", "objective": "score - kl_coef KL"}
 
@@ -200,6 +201,47 @@ def variants_table(runs):
     return table(rows)
 
 
+def mean_of(runs, name):
+    """The mean end of one curve, as text."""
+    return f"{statistics.mean(r['curve'][name][-1] for r in runs):.2f}"
+
+
+def peers_table(runs):
+    """A row for each task and estimator without a critic: TRL's runs, ours, and the difference of their mean
+    ends with its standard error (the seeds of two trainers are not pairs: their samples differ)."""
+    rows = []
+    for task in BESIDE_TRL:
+        for name, peer, own in PEERS:
+            found = {who: pick(runs, task, who, wanted_rates=chosen(runs, task, who)) for who in (peer, own)}
+            if not all(found.values()):
+                continue
+            figures = {who: [figure(r) for r in group] for who, group in found.items()}
+            row = {"task": f"({task})", "estimator": name, "runs": len(figures[own])}
+            for who, title in ((peer, "TRL"), (own, "here")):
+                row[title] = f"{middle(figures[who])} at {found[who][0]['rates'][0]:g}"
+            row["here less TRL"] = apart(figures[own], figures[peer])
+            row["KL: TRL, here"] = ", ".join(mean_of(group, "kl") for group in found.values())
+            seconds = [statistics.median(r["curve"]["seconds"][-1] for r in x) for x in found.values()]
+            row["CPU seconds: TRL, here"] = ", ".join(f"{x:.0f}" for x in seconds)
+            rows.append(row)
+    return table(rows)
+
+
+def chosen(runs, task, who):
+    """``best_rates``, or None where no rate was tried."""
+    tried = pick(runs, task, who)
+    return best_rates(runs, task, who) if any(r["seed"] == 0 for r in tried) else None
+
+
+def apart(left, right):
+    """The difference of two means of independent runs, with its standard error."""
+    text = f"{statistics.mean(left) - statistics.mean(right):+.3f}"
+    if min(len(left), len(right)) < 2:
+        return text
+    error = (statistics.variance(left) / len(left) + statistics.variance(right) / len(right)) ** 0.5
+    return f"{text} ± {error:.3f}"
+
+
 def beside(runs, name, other):
     """A variant of task (b) and the one that it is compared with -> [(its run, the other's)] of each seed."""
     rates = TASKS["b"]["ablate_rates"]
@@ -289,6 +331,7 @@ TABLES = {
     "judges": judges_table,
     "long": long_table,
     "variants": variants_table,
+    "beside TRL": peers_table,
     "without a critic": without_critic_table,
     "options": options_table,
 }
