@@ -25,7 +25,7 @@ from pathlib import Path
 
 from common import RESULTS, ROOT, machine
 from learning_report import best_rates, figure, samples_of, write
-from learning_tasks import NO_CRITIC, TASKS, prepare
+from learning_tasks import AT_DEFAULTS, TASKS, prepare
 
 FILE = RESULTS / "learning.json"
 # One decision changed at a time: {name: (tasks, flags of train_ppo.py, name of a patch in learning_run.py)}
@@ -133,7 +133,7 @@ def make(folder, dreams, task, who, rates, seed, samples, variant="", flags=None
     if done.returncode:
         raise RuntimeError(f"{task}, {who}, {variant}: {done.stderr[-2000:]}")
     points = json.loads(done.stdout.splitlines()[-1])
-    run["flags"] = TASKS[task].get(who, {}) | (NO_CRITIC.get(who) or {}) | (flags or {})
+    run["flags"] = TASKS[task].get(who, {}) | (AT_DEFAULTS.get(who) or {}) | (flags or {})
     run["curve"] = {name: [point[name] for point in points] for name in points[0]}
     keep(run)
     print(
@@ -170,7 +170,7 @@ def ablate(folder, dreams, task, who, names, seeds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
-    everyone = ["trl", "ours", *NO_CRITIC]
+    everyone = ["trl", "ours", *AT_DEFAULTS]
     parser.add_argument("--who", nargs="+", choices=everyone, default=["trl", "ours"])
     parser.add_argument("--peer_python", default=sys.executable, help="the Python that has TRL")
     parser.add_argument("--seeds", type=int, default=9, help="at most so many seeds")

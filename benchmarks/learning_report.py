@@ -9,7 +9,7 @@ import statistics
 from collections import Counter
 
 from common import ROOT, table
-from learning_tasks import NO_CRITIC, TASKS
+from learning_tasks import AT_DEFAULTS, TASKS
 
 PAGE = ROOT / "docs" / "learning.md"
 PLAIN_RLOO = "RLOO, 4 answers"
@@ -76,7 +76,7 @@ def pick(runs, task, who, variant="", samples=None, wanted_rates=None):
 def samples_of(task, who):
     """The usual number of samples of a trainer's runs."""
     this = TASKS[task]
-    return this.get("ablate", this["samples"]) if who in NO_CRITIC else this["samples"]
+    return this.get("ablate", this["samples"]) if who in AT_DEFAULTS else this["samples"]
 
 
 def best_rates(runs, task, who):

@@ -21,7 +21,7 @@ import torch
 import transformers
 from common import ROOT
 from learning_rewards import gold, spelling
-from learning_tasks import FEW_POINTS, NO_CRITIC, POINTS, TASKS, exact_objective
+from learning_tasks import AT_DEFAULTS, FEW_POINTS, POINTS, TASKS, exact_objective
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from model.loading import eos_ids, load_policy
@@ -119,8 +119,8 @@ def flags_of(request, out):
     flags = {**task["flags"], **FIXED, **request["files"], "out_dir": out, "run_name": "run"}
     if request["who"] == "ours":
         flags |= task.get("ours", {}) | dict(zip(RATES, request["rates"], strict=True))
-    elif own := NO_CRITIC.get(request["who"]):
-        flags |= own | {"learning_rate": request["rates"][0]}
+    elif (own := AT_DEFAULTS.get(request["who"])) is not None:
+        flags |= own | dict(zip(RATES, request["rates"], strict=False))
     flags |= {"seed": request["seed"], **request.get("flags", {})}
     if "ptx_data_path" in flags:
         flags["ptx_data_path"] = ROOT / flags["ptx_data_path"]
@@ -128,7 +128,7 @@ def flags_of(request, out):
         known = train_ppo.flag_parser().flags
         flags = {name: x for name, x in flags.items() if "advantage" not in known[name].not_with}
     steps = request["samples"] // flags["batch_size"]
-    points = FEW_POINTS if request["who"] in NO_CRITIC else POINTS
+    points = FEW_POINTS if request["who"] in AT_DEFAULTS else POINTS
     return flags | {"max_steps": steps, "eval_interval": max(1, steps // points)}
 
 
@@ -196,7 +196,30 @@ def deal_anew():
     train_ppo.update = update
 
 
-PATCHES = {"no whitening": no_whitening, "deal anew": deal_anew}
+def kl_in_reward_units():
+    """The KL of --advantage group is divided by the usual std of a group, as its advantages are."""
+    whiten = AdvantageScale.whiten
+
+    def with_unit(self, rollout, advantages, estimator, sum_over_processes):
+        whiten(self, rollout, advantages, estimator, sum_over_processes)
+        stds = rollout.scores.view(-1, 4).std(1)
+        rollout.advantage_unit = stds[stds > 0].square().mean().sqrt().item()
+
+    AdvantageScale.whiten = with_unit
+
+
+def answers_together():
+    """All answers to a prompt are in one minibatch."""
+    apart = train_ppo.minibatch_rows
+    train_ppo.minibatch_rows = lambda batch, mini, answers: apart(batch, mini)
+
+
+PATCHES = {
+    "no whitening": no_whitening,
+    "deal anew": deal_anew,
+    "KL in reward units": kl_in_reward_units,
+    "answers together": answers_together,
+}
 
 
 # --------------------------------------------------------------------------------------------------- TRL
@@ -392,8 +415,8 @@ def run_trl_without_critic(request, out):
     return peer.curve.points
 
 
-RUNS = {"ours": run_ours, "our_group": run_ours, "our_rloo": run_ours, "trl": run_trl}
-RUNS |= {"grpo": run_trl_without_critic, "rloo": run_trl_without_critic}
+RUNS = {name: run_trl_without_critic if own is None else run_ours for name, own in AT_DEFAULTS.items()}
+RUNS |= {"ours": run_ours, "trl": run_trl}
 
 
 def main(request):
