@@ -88,7 +88,12 @@ OURS |= {  # docs/algorithms.md: what was tried without a critic, and other opti
     "average 0.9": ("b", {"ema_beta": 0.9}, None),
 }
 TRL = {"8 PPO epochs": ("a", {"ppo_epochs": 8}, None), "lambda 1": ("c", {"lam": 1}, None)}
-VARIANTS = {"ours": OURS, "trl": TRL}
+OUR_RLOO = {"KL in the reward": ("abcd", {"kl_in": "reward"}, None)}
+OUR_GROUP = {
+    "KL in reward units": ("abcd", {}, "KL in reward units"),
+    "answers together": ("abcd", {}, "answers together"),
+}
+VARIANTS = {"ours": OURS, "trl": TRL, "our_rloo": OUR_RLOO, "our_group": OUR_GROUP}
 PEER = {"python": sys.executable}  # --peer_python
 
 
@@ -157,11 +162,11 @@ def compare(folder, dreams, task, who, more, seeds):
 
 def ablate(folder, dreams, task, who, names, seeds):
     """A trainer at its best rates, or those that the task names, with one decision changed at a time."""
-    samples = TASKS[task].get("ablate", TASKS[task]["samples"]) if who == "ours" else TASKS[task]["samples"]
+    samples = TASKS[task].get("ablate", TASKS[task]["samples"]) if who == "ours" else samples_of(task, who)
     rates, unchanged = best_rates(load(), task, who), {"": (task, {}, None)}
     if who == "ours":
         rates = TASKS[task].get("ablate_rates", rates)
-    for name, (tasks, flags, patch) in (unchanged | VARIANTS[who]).items():
+    for name, (tasks, flags, patch) in (unchanged | VARIANTS.get(who, {})).items():
         if task in tasks and (not name or not names or name in names):
             for seed in range(min(seeds, TASKS[task]["seeds"])):
                 make(folder, dreams, task, who, rates, seed, samples, name, flags, patch)

@@ -46,10 +46,14 @@ OPTIONS = {  # {variant: (its flags, the variant that it is compared with)}, on 
     ),
 }
 ON_ALL_TASKS = {PLAIN_RLOO, "group, 4 answers"}
-ELSEWHERE = (WITHOUT_CRITIC.keys() | OPTIONS.keys()) - ON_ALL_TASKS  # not in the table of decisions
+NOT_BUILT = {"critic warm-up auto"}  # tried with code that was not kept
+ELSEWHERE = NOT_BUILT | (WITHOUT_CRITIC.keys() | OPTIONS.keys()) - ON_ALL_TASKS  # not among the decisions
 BESIDE_TRL = [task for task, this in TASKS.items() if this["rates"]["trl"]]
 NAMES = {"trl": "TRL", "ours": "here"}
 PEERS = (("GRPO, `group`", "grpo", "our_group"), ("RLOO", "rloo", "our_rloo"))
+# On task (b), where ours has no flags of its own, these changes of PPO are runs at the defaults. The
+# best rates of the first seed: of "RLOO, 4 answers", half and twice the rate; of "group, 4 answers" and half.
+SAME_AS = {("b", "our_rloo"): "RLOO, half the rate", ("b", "our_group"): "group, 4 answers"}
 COLOURS = {"trl": "tab:orange", "ours": "tab:blue"}
 WORDS = {"closed": "share of the gap", "accuracy": "held-out accuracy", "objective": "score - kl_coef KL"}
 
@@ -112,14 +116,18 @@ def until(runs, goal):
 
 
 def kinds(runs, task):
-    """(who, variant, samples, rates) of the rows of a task: TRL's with their variants, then ours without.
-    Rates that were only tried, with one seed, have no row."""
+    """(who, variant, samples, rates) of the rows of a task: TRL's with their variants, then ours without,
+    at the rates with the best mean end. Rates that were only tried, with one seed, have no row."""
     found = Counter(
         (r["who"], r["variant"], r["samples"], tuple(r["rates"])) for r in runs if r["task"] == task
     )
     most = {kind[:3]: max(n for k, n in found.items() if k[:3] == kind[:3]) for kind in found}
     shown = sorted(kind for kind, n in found.items() if n > 1 or most[kind[:3]] == 1)
-    return [k for k in shown if k[0] == "trl"] + [k for k in shown if k[:2] == ("ours", "")]
+    best = {}
+    for kind in (k for k in shown if k[:2] == ("ours", "")):
+        end = statistics.mean(figure(r) for r in pick(runs, task, *kind))
+        best[kind[2]] = max(best.get(kind[2], (end, kind)), (end, kind))
+    return [k for k in shown if k[0] == "trl"] + [kind for _, kind in best.values()]
 
 
 def main_table(runs):
@@ -148,31 +156,12 @@ def main_table(runs):
     return table(rows)
 
 
-def judges_table(runs):
-    """What never trains: the gold score of (d) and the spelling of (c), at the start and at the end."""
-    rows = []
-    for task, name in (("c", "spelling"), ("d", "gold")):
-        for who in ("trl", "ours"):
-            if found := pick(runs, task, who):
-                curves = [r["curve"][name] for r in found]
-                rows.append(
-                    {
-                        "task": f"({task})",
-                        "judge": name,
-                        "trainer": NAMES[who],
-                        "start": f"{curves[0][0]:.3f}",
-                        "end": middle([x[-1] for x in curves]),
-                    }
-                )
-    return table(rows)
-
-
 def long_table(runs):
     """Task (e): a row for each of the actor's rates and some steps of its run, the highest rate first."""
     rows, runs = [], [r for r in runs if r["task"] == "e"]
     for run in sorted(runs, key=lambda r: r["rates"], reverse=True):
         last = len(run["curve"]["samples"]) - 1
-        for place in sorted({0, 1, 2, 4, last} & set(range(last + 1))):
+        for place in sorted({1, 2, last} & set(range(last + 1))):
             point = {name: values[place] for name, values in run["curve"].items()}
             point |= {"KL a response": abs(point["kl"]), "figure": figure(run, place)}
             row = {"actor's rate": f"{run['rates'][0]:g}", "step": point["samples"] // 16}
@@ -208,18 +197,21 @@ def mean_of(runs, name):
 
 def peers_table(runs):
     """A row for each task and estimator without a critic: TRL's runs, ours, and the difference of their mean
-    ends with its standard error (the seeds of two trainers are not pairs: their samples differ)."""
+    ends with its standard error. Only in (a) are seeds pairs: each has a policy and rewards of its own."""
     rows = []
     for task in BESIDE_TRL:
         for name, peer, own in PEERS:
-            found = {who: pick(runs, task, who, wanted_rates=chosen(runs, task, who)) for who in (peer, own)}
+            found = {who: at_defaults(runs, task, who) for who in (peer, own)}
             if not all(found.values()):
                 continue
-            figures = {who: [figure(r) for r in group] for who, group in found.items()}
-            row = {"task": f"({task})", "estimator": name, "runs": len(figures[own])}
+            by_seed = {who: {r["seed"]: figure(r) for r in group} for who, group in found.items()}
+            both = sorted(by_seed[peer].keys() & by_seed[own].keys())
+            figures = {who: [x[seed] for seed in (both if task == "a" else x)] for who, x in by_seed.items()}
+            row = {"task": f"({task})", "estimator": name}
+            row["runs: TRL, here"] = ", ".join(str(len(x)) for x in figures.values())
             for who, title in ((peer, "TRL"), (own, "here")):
-                row[title] = f"{middle(figures[who])} at {found[who][0]['rates'][0]:g}"
-            row["here less TRL"] = apart(figures[own], figures[peer])
+                row[title] = f"{middle(figures[who])} at {actor_rate(found[who][0]):g}"
+            row["here less TRL"] = apart(figures[own], figures[peer], pairs=task == "a")
             row["KL: TRL, here"] = ", ".join(mean_of(group, "kl") for group in found.values())
             seconds = [statistics.median(r["curve"]["seconds"][-1] for r in x) for x in found.values()]
             row["CPU seconds: TRL, here"] = ", ".join(f"{x:.0f}" for x in seconds)
@@ -227,18 +219,28 @@ def peers_table(runs):
     return table(rows)
 
 
-def chosen(runs, task, who):
-    """``best_rates``, or None where no rate was tried."""
-    tried = pick(runs, task, who)
-    return best_rates(runs, task, who) if any(r["seed"] == 0 for r in tried) else None
+def at_defaults(runs, task, who):
+    """A trainer's runs at the rate that was best with the first seed."""
+    if (task, who) in SAME_AS:
+        return pick(runs, task, "ours", SAME_AS[task, who], None, TASKS[task]["ablate_rates"])
+    if not any(r["seed"] == 0 for r in pick(runs, task, who)):
+        return []
+    return pick(runs, task, who, wanted_rates=best_rates(runs, task, who))
 
 
-def apart(left, right):
-    """The difference of two means of independent runs, with its standard error."""
+def actor_rate(run):
+    return run["flags"].get("learning_rate", run["rates"][0])
+
+
+def apart(left, right, pairs):
+    """The difference of two means with its standard error, of ``pairs`` or of independent runs."""
     text = f"{statistics.mean(left) - statistics.mean(right):+.3f}"
     if min(len(left), len(right)) < 2:
         return text
-    error = (statistics.variance(left) / len(left) + statistics.variance(right) / len(right)) ** 0.5
+    groups = (left, right)
+    if pairs:
+        groups = ([x - y for x, y in zip(left, right, strict=True)],)
+    error = sum(statistics.variance(x) / len(x) for x in groups) ** 0.5
     return f"{text} ± {error:.3f}"
 
 
@@ -264,10 +266,10 @@ def ends(pairs):
 
 
 def without_critic_table(runs):
-    """A row for each setting that was tried without a critic, on task (b), beside PPO."""
+    """A row for each setting that was tried without a critic, on task (b) with several seeds, beside PPO."""
     found = {name: beside(runs, name, "") for name in WITHOUT_CRITIC}
-    rows = [{"": name, "flags": WITHOUT_CRITIC[name]} | ends(pairs) for name, pairs in found.items() if pairs]
-    return table(rows)
+    tried = {name: pairs for name, pairs in found.items() if len(pairs) > 1}
+    return table([{"": name, "flags": WITHOUT_CRITIC[name]} | ends(pairs) for name, pairs in tried.items()])
 
 
 def options_table(runs):
@@ -328,7 +330,6 @@ def draw(runs, task, path):
 
 TABLES = {
     "main": main_table,
-    "judges": judges_table,
     "long": long_table,
     "variants": variants_table,
     "beside TRL": peers_table,

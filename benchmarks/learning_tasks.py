@@ -61,7 +61,7 @@ TASKS = {
             "batch_size": 256, "mini_batch_size": 64, "ppo_epochs": 4,
         },
         "samples": 25_600,
-        "rates": {"trl": [3e-4, 6e-4, 1.2e-3], "ours": [(1e-3, 3e-3)]} | at_defaults(1e-3, 2e-3, critic=3e-3),
+        "rates": {"trl": [3e-4, 6e-4, 1.2e-3], "ours": [(1e-3, 3e-3)]} | at_defaults(1e-3, critic=3e-3),
         "ours": {
             "kl_in": "reward", "critic_warmup_steps": 1, "lam": 0.95, "replay_batches": 8, "ppo_epochs": 8,
         },
