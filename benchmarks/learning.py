@@ -3,13 +3,16 @@
     python benchmarks/learning.py --task a b                 # both trainers; hours for all on two cores
     python benchmarks/learning.py --task c d e --dreams DIR  # the tasks that need a real model
     python benchmarks/learning.py --task b --who ours        # only this trainer
+    python benchmarks/learning.py --task b --who grpo rloo our_group our_rloo --peer_python ENV/bin/python
     python benchmarks/learning.py --task a --variants --who ours    # one decision changed at a time
     python benchmarks/learning.py --table                    # tables and pictures of docs/learning.md
 
 The tasks: learning_tasks.py. Each trainer is tried at three learning rates with the first seed. The rate
 with the best end then runs with the other seeds. All runs are processes of one thread in fp32
 (learning_run.py). Results go into benchmarks/results/learning.json, run by run: a run that is there is not
-made again. TRL is the PPOTrainer of TRL 1.12.0 (requirements-bench.txt).
+made again. "trl" is the PPOTrainer of TRL 1.12.0. "grpo" and "rloo" are the trainers of TRL 1.16.0, with
+which "our_group" and "our_rloo" are compared: four answers a prompt, no critic, the same samples, sizes and
+learning rates to try. How to install TRL: requirements-bench.txt. --peer_python is the Python that has it.
 """
 
 import argparse
@@ -21,8 +24,8 @@ import tempfile
 from pathlib import Path
 
 from common import RESULTS, ROOT, machine
-from learning_report import best_rates, figure, write
-from learning_tasks import TASKS, prepare
+from learning_report import best_rates, figure, samples_of, write
+from learning_tasks import AT_DEFAULTS, TASKS, prepare
 
 FILE = RESULTS / "learning.json"
 # One decision changed at a time: {name: (tasks, flags of train_ppo.py, name of a patch in learning_run.py)}
@@ -49,6 +52,8 @@ OURS = {
     "RLOO, 4 answers": ("abcd", {"advantage": "rloo", "num_generations": 4}, None),
     "group, 4 answers": ("abcd", {"advantage": "group", "num_generations": 4, "kl_in": "loss"}, None),
     "REINFORCE": ("abcd", {"advantage": "reinforce"}, None),
+    "CISPO": ("abcd", {"policy_loss": "cispo"}, None),
+    "GSPO": ("abcd", {"policy_loss": "gspo"}, None),
     "batch half as large": ("a", {"batch_size": 128}, None),
     "batch 64": ("bd", {"batch_size": 64}, None),
     "bf16": ("abcd", {"dtype": "bfloat16"}, None),
@@ -83,7 +88,13 @@ OURS |= {  # docs/algorithms.md: what was tried without a critic, and other opti
     "average 0.9": ("b", {"ema_beta": 0.9}, None),
 }
 TRL = {"8 PPO epochs": ("a", {"ppo_epochs": 8}, None), "lambda 1": ("c", {"lam": 1}, None)}
-VARIANTS = {"ours": OURS, "trl": TRL}
+OUR_RLOO = {"KL in the reward": ("abcd", {"kl_in": "reward"}, None)}
+OUR_GROUP = {
+    "KL in reward units": ("abcd", {}, "KL in reward units"),
+    "answers together": ("abcd", {}, "answers together"),
+}
+VARIANTS = {"ours": OURS, "trl": TRL, "our_rloo": OUR_RLOO, "our_group": OUR_GROUP}
+PEER = {"python": sys.executable}  # --peer_python
 
 
 def load():
@@ -106,6 +117,11 @@ def keep(run):
     os.replace(beside, FILE)
 
 
+def python_of(who):
+    """The Python that runs this trainer."""
+    return sys.executable if who.startswith("our") else PEER["python"]
+
+
 def make(folder, dreams, task, who, rates, seed, samples, variant="", flags=None, patch=None):
     """One run, unless the file has it -> the run."""
     rates = list(rates) if isinstance(rates, list | tuple) else [rates]
@@ -116,13 +132,13 @@ def make(folder, dreams, task, who, rates, seed, samples, variant="", flags=None
     start = seed if task == "a" else 0
     request = {**run, "folder": str(Path(folder) / task), "flags": flags or {}, "patch": patch}
     request["files"] = prepare(task, folder, start, dreams)
-    command = [sys.executable, str(ROOT / "benchmarks" / "learning_run.py"), json.dumps(request)]
+    command = [python_of(who), str(ROOT / "benchmarks" / "learning_run.py"), json.dumps(request)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{task}, {who}, {variant}: {done.stderr[-2000:]}")
     points = json.loads(done.stdout.splitlines()[-1])
-    run["flags"] = TASKS[task].get(who, {}) | (flags or {})
+    run["flags"] = TASKS[task].get(who, {}) | (AT_DEFAULTS.get(who) or {}) | (flags or {})
     run["curve"] = {name: [point[name] for point in points] for name in points[0]}
     keep(run)
     print(
@@ -139,18 +155,18 @@ def compare(folder, dreams, task, who, more, seeds):
     this = TASKS[task]
     for rates in this["rates"][who]:
         for seed in range(min(seeds, this["seeds"])) if more else (0,):
-            make(folder, dreams, task, who, rates, seed, this["more" if more else "samples"])
+            make(folder, dreams, task, who, rates, seed, this["more"] if more else samples_of(task, who))
     for seed in range(min(seeds, this["seeds"])) if not more else ():
-        make(folder, dreams, task, who, best_rates(load(), task, who), seed, this["samples"])
+        make(folder, dreams, task, who, best_rates(load(), task, who), seed, samples_of(task, who))
 
 
 def ablate(folder, dreams, task, who, names, seeds):
     """A trainer at its best rates, or those that the task names, with one decision changed at a time."""
-    samples = TASKS[task].get("ablate", TASKS[task]["samples"]) if who == "ours" else TASKS[task]["samples"]
+    samples = TASKS[task].get("ablate", TASKS[task]["samples"]) if who == "ours" else samples_of(task, who)
     rates, unchanged = best_rates(load(), task, who), {"": (task, {}, None)}
     if who == "ours":
         rates = TASKS[task].get("ablate_rates", rates)
-    for name, (tasks, flags, patch) in (unchanged | VARIANTS[who]).items():
+    for name, (tasks, flags, patch) in (unchanged | VARIANTS.get(who, {})).items():
         if task in tasks and (not name or not names or name in names):
             for seed in range(min(seeds, TASKS[task]["seeds"])):
                 make(folder, dreams, task, who, rates, seed, samples, name, flags, patch)
@@ -159,7 +175,9 @@ def ablate(folder, dreams, task, who, names, seeds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--who", nargs="+", choices=["trl", "ours"], default=["trl", "ours"])
+    everyone = ["trl", "ours", *AT_DEFAULTS]
+    parser.add_argument("--who", nargs="+", choices=everyone, default=["trl", "ours"])
+    parser.add_argument("--peer_python", default=sys.executable, help="the Python that has TRL")
     parser.add_argument("--seeds", type=int, default=9, help="at most so many seeds")
     parser.add_argument("--variants", nargs="*", help="only these changes of ours; without names, all")
     parser.add_argument("--dreams", help="the folder of the model of tasks c, d and e")
@@ -169,6 +187,7 @@ def main():
     args = parser.parse_args()
     if args.table:
         return write(load())
+    PEER["python"] = args.peer_python
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or temporary
         for task in args.task:

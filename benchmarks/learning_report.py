@@ -9,7 +9,7 @@ import statistics
 from collections import Counter
 
 from common import ROOT, table
-from learning_tasks import TASKS
+from learning_tasks import AT_DEFAULTS, TASKS
 
 PAGE = ROOT / "docs" / "learning.md"
 PLAIN_RLOO = "RLOO, 4 answers"
@@ -46,9 +46,14 @@ OPTIONS = {  # {variant: (its flags, the variant that it is compared with)}, on 
     ),
 }
 ON_ALL_TASKS = {PLAIN_RLOO, "group, 4 answers"}
-ELSEWHERE = (WITHOUT_CRITIC.keys() | OPTIONS.keys()) - ON_ALL_TASKS  # not in the table of decisions
+NOT_BUILT = {"critic warm-up auto"}  # tried with code that was not kept
+ELSEWHERE = NOT_BUILT | (WITHOUT_CRITIC.keys() | OPTIONS.keys()) - ON_ALL_TASKS  # not among the decisions
 BESIDE_TRL = [task for task, this in TASKS.items() if this["rates"]["trl"]]
 NAMES = {"trl": "TRL", "ours": "here"}
+PEERS = (("GRPO, `group`", "grpo", "our_group"), ("RLOO", "rloo", "our_rloo"))
+# On task (b), where ours has no flags of its own, these changes of PPO are runs at the defaults. The
+# best rates of the first seed: of "RLOO, 4 answers", half and twice the rate; of "group, 4 answers" and half.
+SAME_AS = {("b", "our_rloo"): "RLOO, half the rate", ("b", "our_group"): "group, 4 answers"}
 COLOURS = {"trl": "tab:orange", "ours": "tab:blue"}
 WORDS = {"closed": "share of the gap", "accuracy": "held-out accuracy", "objective": "score - kl_coef KL"}
 
@@ -63,7 +68,7 @@ def figure(run, place=-1):
 
 def pick(runs, task, who, variant="", samples=None, wanted_rates=None):
     """The runs of one kind with these rates, or with those that have the most seeds, by seed."""
-    samples = samples or TASKS[task]["samples"]
+    samples = samples or samples_of(task, who)
     wanted = task, who, variant, samples
     found = [r for r in runs if (r["task"], r["who"], r["variant"], r["samples"]) == wanted]
     rates = [r["rates"] for r in found]
@@ -72,11 +77,17 @@ def pick(runs, task, who, variant="", samples=None, wanted_rates=None):
     return [r for r in found if r["rates"] == most]
 
 
+def samples_of(task, who):
+    """The usual number of samples of a trainer's runs."""
+    this = TASKS[task]
+    return this.get("ablate", this["samples"]) if who in AT_DEFAULTS else this["samples"]
+
+
 def best_rates(runs, task, who):
     """The rates with the best end of the first seed, among the runs of the usual number of samples."""
-    this = TASKS[task]
-    tried = [r for r in runs if (r["task"], r["who"], r["seed"], r["variant"]) == (task, who, 0, "")]
-    return max((r for r in tried if r["samples"] == this["samples"]), key=figure)["rates"]
+    wanted = task, who, 0, "", samples_of(task, who)
+    tried = [r for r in runs if (r["task"], r["who"], r["seed"], r["variant"], r["samples"]) == wanted]
+    return max(tried, key=figure)["rates"]
 
 
 def middle(values, digits=3):
@@ -105,14 +116,18 @@ def until(runs, goal):
 
 
 def kinds(runs, task):
-    """(who, variant, samples, rates) of the rows of a task: TRL's with their variants, then ours without.
-    Rates that were only tried, with one seed, have no row."""
+    """(who, variant, samples, rates) of the rows of a task: TRL's with their variants, then ours without,
+    at the rates with the best mean end. Rates that were only tried, with one seed, have no row."""
     found = Counter(
         (r["who"], r["variant"], r["samples"], tuple(r["rates"])) for r in runs if r["task"] == task
     )
     most = {kind[:3]: max(n for k, n in found.items() if k[:3] == kind[:3]) for kind in found}
     shown = sorted(kind for kind, n in found.items() if n > 1 or most[kind[:3]] == 1)
-    return [k for k in shown if k[0] == "trl"] + [k for k in shown if k[:2] == ("ours", "")]
+    best = {}
+    for kind in (k for k in shown if k[:2] == ("ours", "")):
+        end = statistics.mean(figure(r) for r in pick(runs, task, *kind))
+        best[kind[2]] = max(best.get(kind[2], (end, kind)), (end, kind))
+    return [k for k in shown if k[0] == "trl"] + [kind for _, kind in best.values()]
 
 
 def main_table(runs):
@@ -141,31 +156,12 @@ def main_table(runs):
     return table(rows)
 
 
-def judges_table(runs):
-    """What never trains: the gold score of (d) and the spelling of (c), at the start and at the end."""
-    rows = []
-    for task, name in (("c", "spelling"), ("d", "gold")):
-        for who in ("trl", "ours"):
-            if found := pick(runs, task, who):
-                curves = [r["curve"][name] for r in found]
-                rows.append(
-                    {
-                        "task": f"({task})",
-                        "judge": name,
-                        "trainer": NAMES[who],
-                        "start": f"{curves[0][0]:.3f}",
-                        "end": middle([x[-1] for x in curves]),
-                    }
-                )
-    return table(rows)
-
-
 def long_table(runs):
     """Task (e): a row for each of the actor's rates and some steps of its run, the highest rate first."""
     rows, runs = [], [r for r in runs if r["task"] == "e"]
     for run in sorted(runs, key=lambda r: r["rates"], reverse=True):
         last = len(run["curve"]["samples"]) - 1
-        for place in sorted({0, 1, 2, 4, last} & set(range(last + 1))):
+        for place in sorted({1, 2, last} & set(range(last + 1))):
             point = {name: values[place] for name, values in run["curve"].items()}
             point |= {"KL a response": abs(point["kl"]), "figure": figure(run, place)}
             row = {"actor's rate": f"{run['rates'][0]:g}", "step": point["samples"] // 16}
@@ -194,6 +190,60 @@ def variants_table(runs):
     return table(rows)
 
 
+def mean_of(runs, name):
+    """The mean end of one curve, as text."""
+    return f"{statistics.mean(r['curve'][name][-1] for r in runs):.2f}"
+
+
+def peers_table(runs):
+    """A row for each task and estimator without a critic: TRL's runs, ours, and the difference of their mean
+    ends with its standard error. Only in (a) are seeds pairs: each has a policy and rewards of its own."""
+    rows = []
+    for task in BESIDE_TRL:
+        for name, peer, own in PEERS:
+            found = {who: at_defaults(runs, task, who) for who in (peer, own)}
+            if not all(found.values()):
+                continue
+            by_seed = {who: {r["seed"]: figure(r) for r in group} for who, group in found.items()}
+            both = sorted(by_seed[peer].keys() & by_seed[own].keys())
+            figures = {who: [x[seed] for seed in (both if task == "a" else x)] for who, x in by_seed.items()}
+            row = {"task": f"({task})", "estimator": name}
+            row["runs: TRL, here"] = ", ".join(str(len(x)) for x in figures.values())
+            for who, title in ((peer, "TRL"), (own, "here")):
+                row[title] = f"{middle(figures[who])} at {actor_rate(found[who][0]):g}"
+            row["here less TRL"] = apart(figures[own], figures[peer], pairs=task == "a")
+            row["KL: TRL, here"] = ", ".join(mean_of(group, "kl") for group in found.values())
+            seconds = [statistics.median(r["curve"]["seconds"][-1] for r in x) for x in found.values()]
+            row["CPU seconds: TRL, here"] = ", ".join(f"{x:.0f}" for x in seconds)
+            rows.append(row)
+    return table(rows)
+
+
+def at_defaults(runs, task, who):
+    """A trainer's runs at the rate that was best with the first seed."""
+    if (task, who) in SAME_AS:
+        return pick(runs, task, "ours", SAME_AS[task, who], None, TASKS[task]["ablate_rates"])
+    if not any(r["seed"] == 0 for r in pick(runs, task, who)):
+        return []
+    return pick(runs, task, who, wanted_rates=best_rates(runs, task, who))
+
+
+def actor_rate(run):
+    return run["flags"].get("learning_rate", run["rates"][0])
+
+
+def apart(left, right, pairs):
+    """The difference of two means with its standard error, of ``pairs`` or of independent runs."""
+    text = f"{statistics.mean(left) - statistics.mean(right):+.3f}"
+    if min(len(left), len(right)) < 2:
+        return text
+    groups = (left, right)
+    if pairs:
+        groups = ([x - y for x, y in zip(left, right, strict=True)],)
+    error = sum(statistics.variance(x) / len(x) for x in groups) ** 0.5
+    return f"{text} ± {error:.3f}"
+
+
 def beside(runs, name, other):
     """A variant of task (b) and the one that it is compared with -> [(its run, the other's)] of each seed."""
     rates = TASKS["b"]["ablate_rates"]
@@ -216,10 +266,10 @@ def ends(pairs):
 
 
 def without_critic_table(runs):
-    """A row for each setting that was tried without a critic, on task (b), beside PPO."""
+    """A row for each setting that was tried without a critic, on task (b) with several seeds, beside PPO."""
     found = {name: beside(runs, name, "") for name in WITHOUT_CRITIC}
-    rows = [{"": name, "flags": WITHOUT_CRITIC[name]} | ends(pairs) for name, pairs in found.items() if pairs]
-    return table(rows)
+    tried = {name: pairs for name, pairs in found.items() if len(pairs) > 1}
+    return table([{"": name, "flags": WITHOUT_CRITIC[name]} | ends(pairs) for name, pairs in tried.items()])
 
 
 def options_table(runs):
@@ -280,9 +330,9 @@ def draw(runs, task, path):
 
 TABLES = {
     "main": main_table,
-    "judges": judges_table,
     "long": long_table,
     "variants": variants_table,
+    "beside TRL": peers_table,
     "without a critic": without_critic_table,
     "options": options_table,
 }

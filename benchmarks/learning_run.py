@@ -1,4 +1,4 @@
-"""One run of learning.py, in a process of its own: this trainer or TRL's PPOTrainer on one task.
+"""One run of learning.py, in a process of its own: this trainer or one of TRL's on one task.
 
     python benchmarks/learning_run.py '{"who": "ours", "task": "b", …}'      # prints one line of JSON
 
@@ -18,9 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import transformers
 from common import ROOT
 from learning_rewards import gold, spelling
-from learning_tasks import POINTS, TASKS, exact_objective
+from learning_tasks import AT_DEFAULTS, FEW_POINTS, POINTS, TASKS, exact_objective
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from model.loading import eos_ids, load_policy
 from model.lora import frozen_copy
@@ -117,6 +119,8 @@ def flags_of(request, out):
     flags = {**task["flags"], **FIXED, **request["files"], "out_dir": out, "run_name": "run"}
     if request["who"] == "ours":
         flags |= task.get("ours", {}) | dict(zip(RATES, request["rates"], strict=True))
+    elif (own := AT_DEFAULTS.get(request["who"])) is not None:
+        flags |= own | dict(zip(RATES, request["rates"], strict=False))
     flags |= {"seed": request["seed"], **request.get("flags", {})}
     if "ptx_data_path" in flags:
         flags["ptx_data_path"] = ROOT / flags["ptx_data_path"]
@@ -124,7 +128,8 @@ def flags_of(request, out):
         known = train_ppo.flag_parser().flags
         flags = {name: x for name, x in flags.items() if "advantage" not in known[name].not_with}
     steps = request["samples"] // flags["batch_size"]
-    return flags | {"max_steps": steps, "eval_interval": max(1, steps // POINTS)}
+    points = FEW_POINTS if request["who"] in AT_DEFAULTS else POINTS
+    return flags | {"max_steps": steps, "eval_interval": max(1, steps // points)}
 
 
 def command_line(flags):
@@ -191,7 +196,30 @@ def deal_anew():
     train_ppo.update = update
 
 
-PATCHES = {"no whitening": no_whitening, "deal anew": deal_anew}
+def kl_in_reward_units():
+    """The KL of --advantage group is divided by the usual std of a group, as its advantages are."""
+    whiten = AdvantageScale.whiten
+
+    def with_unit(self, rollout, advantages, estimator, sum_over_processes):
+        whiten(self, rollout, advantages, estimator, sum_over_processes)
+        stds = rollout.scores.view(-1, 4).std(1)
+        rollout.advantage_unit = stds[stds > 0].square().mean().sqrt().item()
+
+    AdvantageScale.whiten = with_unit
+
+
+def answers_together():
+    """All answers to a prompt are in one minibatch."""
+    apart = train_ppo.minibatch_rows
+    train_ppo.minibatch_rows = lambda batch, mini, answers: apart(batch, mini)
+
+
+PATCHES = {
+    "no whitening": no_whitening,
+    "deal anew": deal_anew,
+    "KL in reward units": kl_in_reward_units,
+    "answers together": answers_together,
+}
 
 
 # --------------------------------------------------------------------------------------------------- TRL
@@ -224,24 +252,80 @@ class TextScores(torch.nn.Module):
         return states
 
 
+class Peer:
+    """What a run of TRL is made of: policy, tokenizer, prompts, the reward, and what measures the policy."""
+
+    def __init__(self, request, out):
+        self.request, self.out = request, out
+        self.args = args = train_ppo.parse_args(command_line(flags_of(request, out)))
+        inputs = load_inputs(args, World(0, 1, torch.device("cpu")))
+        self.tokenizer, prompts = inputs.tokenizer, inputs.prompts
+        self.reward = load_reward(args, torch.device("cpu"), torch.float32, prompts, inputs.held_out)
+        self.judged = frozen_copy(inputs.actor)  # gets the weights that are measured
+        self.curve = Curve()
+        self.judge = Judge(
+            request["task"],
+            request["folder"],
+            args,
+            self.reward,
+            self.tokenizer,
+            prompts,
+            inputs.held_out,
+            frozen_copy(inputs.actor),
+        )
+        (self.eos,) = eos_ids(self.tokenizer, inputs.actor)
+        self.prompts = [prompts[i] for i in range(len(prompts))]
+
+    def settings(self):
+        """What the trainers' configurations have in common."""
+        return {
+            "output_dir": str(self.out),
+            "temperature": 1.0,
+            "learning_rate": self.request["rates"][0],
+            "seed": self.request["seed"],
+            "report_to": "none",
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "gradient_checkpointing": False,
+            "bf16": False,
+            "use_cpu": True,
+            "disable_tqdm": True,
+        }
+
+    def load(self):
+        """The policy as TRL trains it."""
+        return AutoModelForCausalLM.from_pretrained(self.args.model, dtype=torch.float32)
+
+    def measuring(self, model, steps_per_batch):
+        """A callback that measures the model. steps_per_batch: of TRL's count, for a batch of samples."""
+
+        def measure(batches):
+            self.judged.load_state_dict(model.state_dict())
+            self.curve.measure(self.judge, self.judged, batches * self.args.batch_size)
+
+        every, last = self.args.eval_interval, self.args.max_steps
+
+        class Measure(TrainerCallback):
+            def on_train_begin(self, *rest, **kwargs):
+                measure(0)
+
+            def on_step_end(self, _, state, *rest, **kwargs):
+                batches, rest = divmod(state.global_step, steps_per_batch)
+                if not rest and (batches % every == 0 or batches == last):
+                    measure(batches)
+
+        return Measure()
+
+
 def run_trl(request, out):
-    import transformers
+    """TRL's PPOTrainer."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    args = train_ppo.parse_args(command_line(flags_of(request, out)))
-    inputs = load_inputs(args, World(0, 1, torch.device("cpu")))
-    policy, tokenizer = inputs.actor, inputs.tokenizer
-    prompts, held_out = inputs.prompts, inputs.held_out
-    reward = load_reward(args, torch.device("cpu"), torch.float32, prompts, held_out)
-    judge = Judge(
-        request["task"], request["folder"], args, reward, tokenizer, prompts, held_out, frozen_copy(policy)
-    )
-    (eos,) = eos_ids(tokenizer, policy)
-    prompts = [prompts[i] for i in range(len(prompts))]
-    width = max(len(p.prompt_ids) for p in prompts)
-    if tokenizer.pad_token_id in (None, eos):
+    peer = Peer(request, out)
+    args, tokenizer = peer.args, peer.tokenizer
+    width = max(len(p.prompt_ids) for p in peer.prompts)
+    if tokenizer.pad_token_id in (None, peer.eos):
         tokenizer.add_special_tokens({"pad_token": "<pad>"})  # TRL never gives it to a model
     pad = tokenizer.pad_token_id
 
@@ -250,63 +334,95 @@ def run_trl(request, out):
         return {"input_ids": torch.tensor([[pad] * (width - len(x)) + x for x in ids])}
 
     transformers.set_seed(request["seed"])  # numpy's too, which orders the minibatches
-    load = AutoModelForCausalLM.from_pretrained
-    model, ref = (load(args.model, dtype=torch.float32) for _ in range(2))
+    model = peer.load()
     model.generation_config.pad_token_id = 0  # behind an EOS; read by nothing
     value_start = request["files"].get("reward_model", args.model)
     classifier = AutoModelForSequenceClassification.from_pretrained
     config = PPOConfig(
-        output_dir=str(out),
         per_device_train_batch_size=args.batch_size,
         num_mini_batches=args.batch_size // args.mini_batch_size,
         total_episodes=request["samples"],
         response_length=args.max_gen_len,
         local_rollout_forward_batch_size=args.batch_size,
         stop_token="eos",
-        temperature=1.0,
         kl_coef=args.kl_coef,
-        learning_rate=request["rates"][0],
         lam=request.get("flags", {}).get("lam", 0.95),
         num_sample_generations=0,
-        seed=request["seed"],
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        disable_tqdm=True,
+        **peer.settings(),
         **({"num_ppo_epochs": args.ppo_epochs} | TASKS[request["task"]].get("trl", {})),
     )
-    curve, every = Curve(), args.eval_interval
-
-    class Measure(TrainerCallback):
-        def on_train_begin(self, *rest, **kwargs):
-            curve.measure(judge, model, 0)
-
-        def on_step_end(self, _, state, *rest, **kwargs):
-            if state.global_step % every == 0 or state.global_step == args.max_steps:
-                curve.measure(judge, model, state.episode)
-
     PPOTrainer(
         args=config,
         processing_class=tokenizer,
         model=model,
-        ref_model=ref,
-        reward_model=TextScores(reward, tokenizer, prompts, width, eos),
+        ref_model=peer.load(),
+        reward_model=TextScores(peer.reward, tokenizer, peer.prompts, width, peer.eos),
         value_model=classifier(value_start, num_labels=1, dtype=torch.float32),
-        train_dataset=Dataset.from_dict({"input_ids": [p.prompt_ids for p in prompts]}),
+        train_dataset=Dataset.from_dict({"input_ids": [p.prompt_ids for p in peer.prompts]}),
         data_collator=collate,
-        callbacks=[Measure()],
+        callbacks=[peer.measuring(model, 1)],
     ).train()
-    return curve.points
+    return peer.curve.points
+
+
+def completion_scores(reward, tokenizer, prompts, eos):
+    """-> a reward function of TRL: the total score of each completion. The column ``place`` of the data says
+    which of ``prompts`` it answers."""
+
+    def score(completion_ids, place, **rest):
+        finished = [ids[-1:] == [eos] for ids in completion_ids]
+        ids = [ids[:-1] if ended else ids for ids, ended in zip(completion_ids, finished, strict=True)]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return total_scores(reward, [prompts[i] for i in place], texts, finished).tolist()
+
+    return score
+
+
+def run_trl_without_critic(request, out):
+    """TRL's GRPOTrainer or RLOOTrainer: its defaults but for sizes, rate, KL coefficient and fp32."""
+    import trl
+    from datasets import Dataset
+
+    peer = Peer(request, out)
+    args, name = peer.args, request["who"].upper()
+    ids = {p.text: p.prompt_ids for p in peer.prompts}
+
+    class Trainer(getattr(trl, f"{name}Trainer")):
+        def _tokenize_prompts(self, prompts):  # the same ids as here
+            return [list(ids[prompt]) for prompt in prompts], None, {}
+
+    model = peer.load()
+    per_batch = args.batch_size // args.mini_batch_size
+    settings = {
+        "per_device_train_batch_size": args.mini_batch_size,
+        "steps_per_generation": per_batch,
+        "num_iterations": args.ppo_epochs,
+        "max_steps": args.max_steps * per_batch * args.ppo_epochs,
+        "num_generations": 4,
+        "max_completion_length": args.max_gen_len,
+        "beta": args.kl_coef,
+    }
+    Trainer(
+        args=getattr(trl, f"{name}Config")(**settings | peer.settings() | request["flags"]),
+        processing_class=peer.tokenizer,
+        model=model,
+        reward_funcs=completion_scores(peer.reward, peer.tokenizer, peer.prompts, peer.eos),
+        train_dataset=Dataset.from_dict(
+            {"prompt": [p.text for p in peer.prompts], "place": list(range(len(peer.prompts)))}
+        ),
+        callbacks=[peer.measuring(model, per_batch * args.ppo_epochs)],
+    ).train()
+    return peer.curve.points
+
+
+RUNS = {name: run_trl_without_critic if own is None else run_ours for name, own in AT_DEFAULTS.items()}
+RUNS |= {"ours": run_ours, "trl": run_trl}
 
 
 def main(request):
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as out:
-        run = run_ours if request["who"] == "ours" else run_trl
-        print("\n" + json.dumps(run(request, Path(out))))
+        print("\n" + json.dumps(RUNS[request["who"]](request, Path(out))))
 
 
 if __name__ == "__main__":

@@ -31,10 +31,27 @@ from trainer.generation.stops import response_texts
 REWARDS = ROOT / "benchmarks" / "learning_rewards.py"
 DEMO = ROOT / "dataset" / "demo"
 POINTS = 8  # evaluations of a run, besides the one at its start
+FEW_POINTS = 2  # of the trainers at the defaults of their estimator
 HELD_OUT = {"c": 128, "d": 512, "e": 96}  # answers of an evaluation on dreams
 WORDS = "abcdefg"  # with EOS and the unknown word: nine tokens
-# "flags": what both trainers get; "rates": those of TRL, and pairs (actor, critic) of ours; "ours", "trl":
-# what only one gets; "more", "ablate": numbers of samples (--more, --variants); "ablate_rates": of --variants
+# Trainers at the defaults of their estimator: {name in --who: flags of train_ppo.py, None for one of TRL}
+AT_DEFAULTS = {
+    "grpo": None,
+    "our_group": {"advantage": "group", "num_generations": 4},
+    "rloo": None,
+    "our_rloo": {"advantage": "rloo", "num_generations": 4},
+    "our_gae": {},
+}
+
+
+def at_defaults(*rates, critic):
+    """The same learning rates of the actor for all of them; critic: the rate of PPO's."""
+    return dict.fromkeys(AT_DEFAULTS, rates) | {"our_gae": [(rate, critic) for rate in rates]}
+
+
+# "flags": what all trainers get; "rates": those of TRL's PPO, and pairs (actor, critic) of ours; "ours",
+# "trl": what only these two get; "more": samples with --more; "ablate": with --variants and AT_DEFAULTS;
+# "ablate_rates": with --variants
 TASKS = {
     "a": {
         "title": "three tokens, exact gap",
@@ -44,7 +61,7 @@ TASKS = {
             "batch_size": 256, "mini_batch_size": 64, "ppo_epochs": 4,
         },
         "samples": 25_600,
-        "rates": {"trl": [3e-4, 6e-4, 1.2e-3], "ours": [(1e-3, 3e-3)]},
+        "rates": {"trl": [3e-4, 6e-4, 1.2e-3], "ours": [(1e-3, 3e-3)]} | at_defaults(1e-3, critic=3e-3),
         "ours": {
             "kl_in": "reward", "critic_warmup_steps": 1, "lam": 0.95, "replay_batches": 8, "ppo_epochs": 8,
         },
@@ -60,7 +77,9 @@ TASKS = {
             "batch_size": 128, "mini_batch_size": 32, "ppo_epochs": 1,
         },
         "samples": 5_888,
-        "rates": {"trl": [2.5e-4, 5e-4, 1e-3], "ours": [(2.5e-4, 5e-4), (5e-4, 5e-4), (1e-3, 5e-4)]},
+        "rates": {
+            "trl": [2.5e-4, 5e-4, 1e-3], "ours": [(2.5e-4, 5e-4), (5e-4, 5e-4), (1e-3, 5e-4)],
+        } | at_defaults(2.5e-4, 5e-4, 1e-3, critic=5e-4),
         "seeds": 3,
         "more": 2_944,
         "ablate_rates": [5e-4, 5e-4],  # the program's own: best of three seeds, if not with the first
@@ -80,7 +99,7 @@ TASKS = {
         "rates": {
             "trl": [4e-5, 7.5e-5, 1.5e-4, 3e-4],
             "ours": [(4e-5, 1e-3), (7.5e-5, 1e-3)],
-        },
+        } | at_defaults(4e-5, 7.5e-5, 1.5e-4, critic=1e-3),
         "seeds": 3,
     },
     "d": {
@@ -97,7 +116,7 @@ TASKS = {
         "rates": {
             "trl": [7.5e-5, 1.5e-4, 3e-4],
             "ours": [(4e-5, 5e-4), (7.5e-5, 5e-4), (1.5e-4, 5e-4)],
-        },
+        } | at_defaults(4e-5, 7.5e-5, 1.5e-4, critic=5e-4),
         "seeds": 3,
     },
     "e": {

@@ -201,6 +201,25 @@ def test_what_trl_is_given_scores_texts_as_training_here_does(benchmark):
     output = scores.read(rows.masked_fill(rows == pad, 0), (rows != pad).long(), position_ids=None)
     assert scores.score(output.hidden_states[-1])[:, :, 0].tolist() == [[3.0] * 6, [6.5] * 6]
     assert seen == [("a b", "d d"), ("c", "a b c d")]
+    seen.clear()
+    score_completions = run.completion_scores(reward, tokenizer, prompts, 0)
+    completions = {"completions": ["not read"] * 3, "completion_ids": [[a, b, c, d], [d, d, 0], [0]]}
+    assert score_completions(**completions, place=[1, 0, 0]) == [6.5, 3.0, 0.0]
+    assert seen == [("c", "a b c d"), ("a b", "d d"), ("a b", "")]
+
+
+def test_runs_at_the_defaults_of_an_estimator_differ_in_its_flags_only(benchmark, tmp_path):
+    run, tasks = benchmark("learning_run"), benchmark("learning_tasks")
+    request = {"task": "d", "seed": 3, "samples": 1536, "files": {}}
+    rates = {"our_gae": [1e-4, 2e-4], "our_rloo": [1e-4], "our_group": [1e-4], "rloo": [1e-4]}
+    flags = {who: run.flags_of(request | {"who": who, "rates": rates[who]}, tmp_path) for who in rates}
+    common = flags.pop("rloo")  # what TRL's runs read
+    assert common["max_steps"] == 12
+    for who, these in flags.items():
+        own = {name: value for name, value in these.items() if common.get(name) != value}
+        expected = dict(zip(run.RATES, rates[who], strict=False)) | tasks.AT_DEFAULTS[who]
+        assert own == expected
+        assert common.items() <= these.items()
 
 
 def test_a_small_run_of_this_trainer_and_its_place_in_the_file(benchmark, monkeypatch, tmp_path):
