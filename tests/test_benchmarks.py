@@ -294,6 +294,10 @@ def test_the_page_shows_the_tables_of_its_results(benchmark):
     assert all(math.isfinite(report.figure(r)) for r in runs)
 
 
+def test_the_page_has_the_table_of_the_other_trainers(benchmark):
+    assert benchmark("peers").results_table() in (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+
+
 def test_the_page_has_the_table_of_the_script_and_a_wrong_flag_is_one_line(benchmark):
     plan = benchmark("plan")
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
