@@ -74,7 +74,7 @@ def write_inputs(folder, size, mean_length, vocabulary, count=256):
 
 
 class Ours:
-    """This trainer, for single steps."""
+    """This trainer, for single steps. more: other flags; None leaves one out."""
 
     def __init__(self, folder, epochs, batch, new_tokens, device, steps=1000, **more):
         flags = {
@@ -94,7 +94,8 @@ class Ours:
             "device": device,
             **more,
         }
-        self.args = train_ppo.parse_args([x for k, v in flags.items() for x in (f"--{k}", str(v))])
+        given = [x for k, v in flags.items() if v is not None for x in (f"--{k}", str(v))]
+        self.args = train_ppo.parse_args(given)
         world = World(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device(device))
         self.run = PpoRun(self.args, world)
         self.prompts = self.run.data
@@ -102,13 +103,15 @@ class Ours:
         self.number, self.metrics = 0, []
 
     def step(self):
-        size = self.args.batch_size
+        """One step -> its rollout."""
+        size = self.args.batch_size // self.args.num_generations
         start = self.number * size
         batch = [self.prompts[(start + i) % len(self.prompts)] for i in range(size)]
         collected = train_ppo.collect(self.run, self.number, iter([batch]))
         metrics, _ = train_ppo.learn(self.run, self.number, collected)
         self.number += 1
         self.metrics.append(metrics)
+        return collected.rollout
 
 
 def in_bf16(device):

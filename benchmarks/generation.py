@@ -4,8 +4,9 @@ Both have the same model, prompts and lengths, and sample from the whole softmax
 early. "varying": each new token is an EOS with probability 1/32, so responses have 32 tokens on average, and
 128 at most. ``generate`` gets the batch size at which it is fastest. On a CPU it runs in fp32 or bf16,
 whichever is faster at fixed lengths, on a GPU in bf16; the engine runs in the type that ``--dtype auto``
-chooses. On a GPU there are more peers: the engine without its parts, transformers' continuous batching, and
-at fixed lengths vLLM where it is installed. One that fails is a line in the results, and the others go on.
+chooses. More peers are measured once: transformers' continuous batching; on a GPU also the engine without
+its parts, and at fixed lengths vLLM where it is installed. One that fails is a line in the results, and the
+others go on.
 
 "of copy rate": the bytes that decoding has to read (every weight once a step, and the keys and values of the
 tokens before), as a share of what a large copy reads and writes in the same time.
@@ -36,6 +37,7 @@ from trainer.generation.kv_cache import bytes_per_token
 from trainer.generation.sampling import noise_keys
 
 REPETITIONS = 3
+PARTS = (["graphs"], ["kernels"], ["kernels", "graphs"])
 LONGEST_SILENCE = 100  # seconds in which transformers' continuous batching has to finish some sequence
 WHOLE_SOFTMAX = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": PAD, "eos_token_id": EOS}
 DTYPES = ("float32", "bfloat16")  # generate is tried with each, on a CPU
@@ -207,17 +209,18 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
     return result
 
 
-def measure_peers(name, size, prompts, new_tokens, mean_length, device, dtype=torch.bfloat16):
-    """Tokens per second of the peers beside ``generate``, for the same case as ``measure``."""
+def measure_peers(name, size, prompts, new_tokens, mean_length, device, dtype=torch.bfloat16, parts=PARTS):
+    """Tokens per second of the peers beside ``generate``, for the same case as ``measure``. parts: of the
+    engine, without which it is one."""
     set_precision("auto", torch.device(device))
     base = policy(size, mean_length, vocabulary_of(size), device=device)
     theirs = copy.deepcopy(base).to(dtype)
     peers = {"continuous batching": partial(continuous_rate, theirs, prompts, new_tokens)}
     pack_sequences(base.base_model)
     ours = fast_dtype("auto", base.device)
-    for parts in (["graphs"], ["kernels"], ["kernels", "graphs"]):
-        work = partial(rate_without, parts, base, ours, len(prompts), prompts, new_tokens)
-        peers[f"without {' and '.join(parts)}"] = work
+    for without_these in parts:
+        work = partial(rate_without, without_these, base, ours, len(prompts), prompts, new_tokens)
+        peers[f"without {' and '.join(without_these)}"] = work
     if mean_length is None and device != "cpu" and installed("vllm"):
         peers["vLLM"] = partial(vllm_rate, theirs, prompts, new_tokens)
     found = {f"{peer}, tokens/s": attempted(f"{name}, {size}, {peer}", work) for peer, work in peers.items()}
@@ -246,9 +249,10 @@ def cases_of_gpu(sizes=("0.5B", "512x8"), device="cuda"):
 def cases(device):
     if device != "cpu":
         return cases_of_gpu()
-    fixed = partial(measure, "fixed", "512x8", make_prompts(64, 32, 32), 128, None, [64], 64, device)
-    varying = partial(measure, "varying", "512x8", make_prompts(256, 16, 48), 128, 32, [64, 256], 256, device)
-    return [fixed, varying]
+    fixed = "fixed", "512x8", make_prompts(64, 32, 32), 128, None
+    varying = "varying", "512x8", make_prompts(256, 16, 48), 128, 32
+    found = [partial(measure, *fixed, [64], 64, device), partial(measure, *varying, [64, 256], 256, device)]
+    return found + [partial(measure_peers, *case, device, parts=()) for case in (fixed, varying)]
 
 
 def rows(results):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny import ROOT, word_tokenizer
 
+from trainer.compute.batching import Layout
 from trainer.rewards.combine import Reward
 
 TINY = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -24,6 +25,48 @@ def test_whole_steps_are_measured_where_trl_is_not_installed(benchmark, monkeypa
     assert [r["PPO epochs"] for r in results] == [1, 4]
     assert all(r["mean length"] == 6 and r["ours samples/s"]["median"] > 0 for r in results)
     assert {row["ratio"] for row in end_to_end.rows(results)} == {"not installed"}
+
+
+def test_trainers_take_turns(benchmark, monkeypatch, tmp_path):
+    """Both are this trainer here. A worker that cannot start is an error with what it said."""
+    peers, end_to_end = benchmark("peers"), benchmark("end_to_end")
+    monkeypatch.setattr(peers, "matrix_rate", lambda dtype: 1e12)
+    monkeypatch.setattr(peers, "LONGEST", {"fixed": 5})
+    end_to_end.write_inputs(tmp_path, TINY, None, 60)
+    request, trl = peers.requests_of("RLOO", "fixed", "float32", str(tmp_path))
+    assert (trl["method"], trl["longest"], trl["kl"]) == ("RLOO", 5, 0.02)
+    workers = [peers.Worker(sys.executable, "ours", request) for _ in range(2)]
+    with workers[0] as mine, workers[1] as theirs:
+        steps = peers.take_turns(mine, theirs, torch.float32, 1)
+    case = {"peer": "itself", "model": "tiny", "lengths": "fixed", "dtype": "float32"}
+    found = peers.result(case, 128, steps, shares=True)
+    ((taken, other, _),) = steps
+    assert found["mean length"] == 5
+    assert found["ours samples/s"]["median"] == round(128 / taken["seconds"], 2)
+    assert found["ratio"]["median"] == round(other["seconds"] / taken["seconds"], 2)
+    assert found["peer, of machine"]["median"] == round(taken["operations"] / other["seconds"] / 1e12, 2)
+    assert 0.1 < found["ours GiB"] < 8
+    assert peers.row(found)["GiB, ours / peer"] == f"{found['ours GiB']} / {found['peer GiB']}"
+    with (
+        peers.Worker(sys.executable, "nobody", {}) as bad,
+        pytest.raises(RuntimeError, match=r"(?s)nobody has ended:.*KeyError: 'nobody'"),
+    ):
+        bad.step()
+
+
+def test_what_a_step_without_a_critic_needs_by_hand(benchmark):
+    peers, common = benchmark("peers"), benchmark("common")
+    model = common.policy(TINY, vocabulary=50)
+    layer = 128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 64
+    pair = 4 * 128  # of attention, a token and one that it sees
+    prompt = 2 * layer * 4 + pair * (1 + 2 + 3 + 4)
+    answers = 2 * layer * (3 + 2) + pair * (5 + 6 + 7 + 5 + 6) + 2 * 128 * 50 * (3 + 2)
+    rollout = SimpleNamespace(layout=Layout.of_responses([4, 4], [3, 2], torch.device("cpu")))
+    for kl_coef, forwards in ((0.0, 3), (0.02, 4)):
+        args = SimpleNamespace(num_generations=2, kl_coef=kl_coef)
+        ours = SimpleNamespace(run=SimpleNamespace(actor=model), args=args)
+        wanted = prompt + answers + forwards * (2 * prompt + answers)
+        assert peers.operations(ours, rollout) == pytest.approx(wanted)
 
 
 def test_generation_beside_generate(benchmark, monkeypatch):
@@ -248,6 +291,10 @@ def test_the_page_shows_the_tables_of_its_results(benchmark):
     assert all(table(runs) in text for table in report.TABLES.values())
     assert report.WITHOUT_CRITIC.keys() | report.OPTIONS.keys() <= benchmark("learning").OURS.keys()
     assert all(math.isfinite(report.figure(r)) for r in runs)
+
+
+def test_the_page_has_the_table_of_the_other_trainers(benchmark):
+    assert benchmark("peers").results_table() in (ROOT / "docs/performance.md").read_text(encoding="utf-8")
 
 
 def test_the_page_has_the_table_of_the_script_and_a_wrong_flag_is_one_line(benchmark):

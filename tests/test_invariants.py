@@ -9,7 +9,7 @@ from tiny import flags
 from trainer import train_ppo
 from trainer.compute import scoring
 from trainer.compute.rollout_data import length_mask
-from trainer.run import PpoRun
+from trainer.run import CHECK_SAMPLER, PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Step, forget_gradients, note_steps
@@ -84,6 +84,42 @@ def test_ratio_is_one_and_kl_zero_before_the_first_update(files):
     means = metrics.means(ALONE)
     assert means["kl/k1"] == means["kl/k3"] == 0  # the reference is the actor's start
     assert means["rollout/sampler_gap"] < 1e-5
+
+
+def test_nothing_is_scored_that_is_not_needed(files, monkeypatch):
+    """In fp32 the sampler's log-probs are the old ones, and without a KL nothing needs the reference's: two
+    runs with and without them learn the same. A first step, some later ones and replay are scored anyway."""
+
+    def learned():
+        run, prompts = make_run(files, kl_coef=0.0, ppo_epochs=2)
+        calls = dict.fromkeys(("old_actor", "reference"), 0)
+        for name in calls:
+
+            def count(model, given, result, name=name):
+                calls[name] += not result[0].requires_grad
+
+            run.scorers[name].register_forward_hook(count)
+        batches = iter([[prompts[i] for i in range(16)] for _ in range(2)])
+        metrics = []
+        for step in (CHECK_SAMPLER, 1):
+            batch = train_ppo.collect(run, step, batches)
+            metrics.append(train_ppo.learn(run, step, batch)[0])
+        return weights(run), calls, metrics
+
+    sparing, calls, metrics = learned()
+    assert calls == {"old_actor": 1, "reference": 0}
+    assert [m.get("rollout/sampler_gap", 9) < 1e-5 for m in metrics] == [True, False]
+    assert metrics[1]["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+    assert not any(name.startswith("kl/") for m in metrics for name in m)
+    monkeypatch.setattr(PpoRun, "sampler_has_scored", lambda run, step: False)
+    monkeypatch.setattr(PpoRun, "uses_reference", True)
+    scored, calls, metrics = learned()
+    assert calls == {"old_actor": 2, "reference": 2}
+    assert furthest(sparing, scored) < 1e-5
+    assert metrics[1]["kl/k3"] > 0
+    monkeypatch.undo()
+    for flag in ({"replay_batches": 1}, {"entropy_top": 0.5}, {"dtype": "bfloat16"}):
+        assert not make_run(files, **flag)[0].sampler_has_scored(1), flag
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])

@@ -49,6 +49,7 @@ from trainer.runs.optimizer_step import make_optimizer
 from trainer.value_scale import AdvantageScale, ValueScale
 
 AVERAGE = "ema.pth"  # in the run folder, of --ema_beta
+CHECK_SAMPLER = 20  # steps between two comparisons of the sampler's log-probs, where nothing else needs them
 
 
 class PpoRun(Run):
@@ -198,6 +199,19 @@ class PpoRun(Run):
             self.states["replay"] = self.replay
         if args.ema_beta:
             self.states["ema"] = self.ema
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether anything is learned from the reference's log-probs. Else they are not computed."""
+        return self.args.kl_coef > 0 or bool(self.args.offline_data_path)
+
+    def sampler_has_scored(self, step: int) -> bool:
+        """Whether the sampler's log-probs serve as the old ones: on a CPU in fp32, where they are those of
+        the training forward up to rounding. Now and then these are computed all the same, to notice a sampler
+        that is off. Replayed answers are of older actors, and --entropy_top needs entropies."""
+        args = self.args
+        exact = self.world.device.type == "cpu" and self.dtype == torch.float32
+        return exact and step % CHECK_SAMPLER > 0 and not args.replay_batches and args.entropy_top == 1
 
     @property
     def modules(self) -> dict[str, nn.Module]:

@@ -320,11 +320,14 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     per_update = sum(new.layout.lengths) * args.mini_batch_size // (args.batch_size * args.accumulation_steps)
     budget = min(run.progress.token_budget, per_update)
     with run.host.on_device(run.old_actor, run.ref):
-        new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature, budget)
+        if run.uses_reference:
+            new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature, budget)
         rollout = run.replay.join(new) if args.replay_batches else new
         if args.offline_data_path:
             # Nobody knows who wrote the answers; the reference counts as it: the ratio is actor / reference.
             rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
+        elif run.sampler_has_scored(step):
+            rollout.old_logprobs = rollout.sampler_logprobs
         else:
             scorer = run.scorers["old_actor"]
             rollout.old_logprobs, entropy = score_policy(rollout, scorer, args.temperature, budget)
@@ -356,7 +359,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
     world = run.world
     mask = rollout.mask
     penalty = None
-    if args.kl_in == "reward":
+    if args.kl_in == "reward" and run.uses_reference:
         k1, _, _ = ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
         penalty = run.kl.coef * k1
     rewards = ppo.token_rewards(

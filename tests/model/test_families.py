@@ -180,7 +180,7 @@ def test_family(family, tmp_path, table):
     # positions at most.
     flips = len(by_position) // 50 if "MoE" in family else 0
     off = by_position[-1 - flips].item()
-    gap = max(row["rollout/sampler_gap"] for row in read_jsonl(run / "metrics.jsonl") if row["step"])
+    gap = max(row.get("rollout/sampler_gap", 0.0) for row in read_jsonl(run / "metrics.jsonl") if row["step"])
     packed = "yes" if pack_sequences(trained.base_model) else "no"
     fused = "yes" if any("forward" in vars(m) for m in trained.base_model.modules()) else "no"
     kind = type(start).__name__

@@ -18,6 +18,7 @@ from model.saving import save_directory
 from trainer import train_ppo
 from trainer.compute.batching import Layout
 from trainer.compute.scoring import PolicyScorer, prepare_training, score_all
+from trainer.run import CHECK_SAMPLER
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import forget_gradients
 
@@ -167,7 +168,7 @@ def test_updates_move_the_adapters_and_not_one_bit_of_what_is_frozen(files):
         assert {key for key in moved if ".lora_" not in key} == (HEAD if name == "critic" else set())
         assert (len(moved) >= 2 * 7) == (name in ("actor", "critic"))
 
-    rollout, metrics = filled_rollout(run, prompts, 2)
+    rollout, metrics = filled_rollout(run, prompts, CHECK_SAMPLER)
     original = load_policy(files["model"])
     prepare_training(original.base_model, False)
     scorer = PolicyScorer(original)
