@@ -62,7 +62,7 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "clipped = (change.abs() >= limit).float() * (clipped_error > error)",
             "clipped = (change.abs() > limit).float() * (clipped_error >= error)",
         ],
-        "a square has no sign": ["k2 = kl_estimators(mb.ref_logprobs, logprobs)[1]"],
+        "a square has no sign": ["_, k2, _ = kl_estimators(mb.ref_logprobs, logprobs)"],
         "the last sum adds nothing": ["while n <= x.shape[1]:"],
         PADDING: [
             "log_ratio = torch.where(mb.mask, logprobs - mb.old_logprobs, 1.0)",
