@@ -88,7 +88,7 @@ OURS |= {  # docs/algorithms.md: what was tried without a critic, and other opti
     "average 0.9": ("b", {"ema_beta": 0.9}, None),
 }
 TRL = {"8 PPO epochs": ("a", {"ppo_epochs": 8}, None), "lambda 1": ("c", {"lam": 1}, None)}
-OUR_RLOO = {"KL in the reward": ("abcd", {"kl_in": "reward"}, None)}
+OUR_RLOO = {"KL in the loss": ("abcd", {"kl_in": "loss"}, None)}
 OUR_GROUP = {
     "KL in reward units": ("abcd", {}, "KL in reward units"),
     "answers together": ("abcd", {}, "answers together"),

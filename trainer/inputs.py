@@ -91,6 +91,8 @@ def complete_flags(args: Flags) -> Flags:
         args.clip_epsilon = low
     if args.clip_epsilon_high is None:
         args.clip_epsilon_high = high
+    if args.kl_in is None:  # RLOO compares whole responses, whose KL it can take off (docs/learning.md)
+        args.kl_in = "reward" if args.advantage == "rloo" else "loss"
     if args.ptx_data_path and args.ptx_coef is None:
         args.ptx_coef = PTX_COEF
     if args.advantage != "gae":

@@ -163,8 +163,8 @@ def flag_parser() -> FlagParser:
     add("--kl_coef", 0.02, "weight of the KL to the reference: reward per nat")
     add(
         "--kl_in",
-        "loss",
-        "k2 in the loss, or k1 taken off the rewards",
+        str,
+        "k2 in the loss, or k1 taken off the rewards; default: reward with rloo, else loss",
         choices=["loss", "reward"],
         off="loss",
         not_with=LOGGED | {"advantage=group": "it has the KL in the loss"},
