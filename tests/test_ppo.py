@@ -300,11 +300,12 @@ def test_effective_sample_size_by_hand():
     mask = torch.tensor([[True, True, True, False]])
 
     def of(*weights):
-        logprobs = torch.tensor([weights], dtype=torch.float64).log().float()
-        return ppo.effective_sample_size(logprobs, torch.zeros(1, 4), mask, alone)
+        sampler = torch.tensor([[-0.5, -1.0, -2.0, -4.0]])
+        logprobs = sampler + torch.tensor([weights], dtype=torch.float64).log().float()
+        return ppo.effective_sample_size(logprobs, sampler, mask, alone)
 
     assert of(1.5, 0.5, 8.0, math.nan) == pytest.approx(100 / 199.5)
-    assert of(1.0, 1.0, 1.0, 9.0) == 1
+    assert of(1.0, 1.0, 1.0, 9.0) == pytest.approx(1)
     assert of(0.2, 0.2, 0.2, 9.0) == pytest.approx(1)
     assert of(1e60, 1e-60, 1e-60, 9.0) == pytest.approx(1 / 3)
     assert math.isnan(of(math.inf, 1.0, 1.0, 9.0))
