@@ -45,7 +45,6 @@ TESTS = {
         "tests/test_ema.py::test_a_run_evaluates_and_saves_the_average",
         "tests/runs/test_several_answers.py",
         PASSES,
-        "tests/test_offline.py::test_the_reference_counts_as_the_author_and_the_logged_score_as_the_reward",
         "tests/compute/test_loss_scale.py::test_what_a_lower_scale_cannot_help_ends_the_run_and_names_fp32",
         "tests/test_progress_bar.py::test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit",
         "tests/test_flags.py::test_a_flag_that_excludes_another_is_one_line_with_both_and_the_reason",

@@ -59,7 +59,9 @@ def test_each_rule_makes_its_fault_and_text_is_left_alone():
 def test_the_lists_fit_the_code(file):
     faults, misfits = mutations.chosen(file, mutations.TESTS.get(file, ()))
     assert misfits == [] and faults
-    assert all((ROOT / test.partition("::")[0]).is_file() for test in mutations.TESTS.get(file, ()))
+    named = [*mutations.TESTS.get(file, ()), *(test for *_, test in mutations.HAND_WRITTEN.get(file, ()))]
+    for path, _, name in (test.partition("::") for test in named):
+        assert f"def {name.partition('[')[0]}" in (ROOT / path).read_text("utf-8"), (path, name)
 
 
 def test_lists_that_do_not_fit_are_an_error(monkeypatch, tmp_path):
