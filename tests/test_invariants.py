@@ -44,7 +44,8 @@ def test_all_scoring_takes_micro_batches_as_large_as_those_of_updates(size, accu
     calls = []
     for scorer in {*run.scorers.values(), run.value_scorer}:
         scorer.register_forward_hook(lambda *given: calls.append(given))
-    filled_rollout(run, prompts)
+    rollout, _ = filled_rollout(run, prompts)
+    assert torch.allclose(rollout.rewards.sum(1), rollout.scores)  # the KL is in the loss
     passes = len(calls) / 3  # of reference, old actor and critic
     assert passes == 1 if size == 16 else 4 <= passes < 16
 
