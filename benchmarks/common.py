@@ -193,6 +193,15 @@ def read(path):
     return Path(path).read_text(encoding="utf-8") if Path(path).exists() else ""
 
 
+def peak_memory(device="cpu"):
+    """The largest memory that this process has had so far, in GiB: of the CPU, or of the GPU."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated() / 2**30
+    # Not getrusage: its maximum includes the memory of the parent process at the start.
+    status = dict(line.split(":", 1) for line in read("/proc/self/status").splitlines())
+    return int(status["VmHWM"].split()[0]) / 2**20
+
+
 def write_results(name, results):
     """Into benchmarks/results, or into the folder that the environment variable RESULTS names: a file of its
     own, or, where ALL_RESULTS names a file, an entry of that. Call it after each case: a process that is

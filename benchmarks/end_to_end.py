@@ -24,7 +24,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import EOS, PAD, QWEN, VOCABULARY, installed, policy, read, reward_model, show, spread
+from common import (
+    EOS,
+    PAD,
+    QWEN,
+    VOCABULARY,
+    installed,
+    peak_memory,
+    policy,
+    reward_model,
+    show,
+    spread,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
@@ -261,15 +272,6 @@ def use_memory(who, folder, device):
     else:
         trl_trainer(folder, 32, 64, Turns([1, 1]), device).train()
     print(f"peak {peak_memory(device):.3f}")
-
-
-def peak_memory(device):
-    """The largest memory that this process has had so far, in GiB: of the CPU, or of the GPU."""
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated() / 2**30
-    # Not getrusage: its maximum includes the memory of the parent process at the start.
-    status = dict(line.split(":", 1) for line in read("/proc/self/status").splitlines())
-    return int(status["VmHWM"].split()[0]) / 2**20
 
 
 def memory_cases(device):

@@ -14,9 +14,9 @@ import time
 from functools import partial
 from pathlib import Path
 
-from common import VOCABULARY, show, spread
+from common import VOCABULARY, peak_memory, show, spread
 from demo import run_seed
-from end_to_end import Ours, peak_memory, write_inputs
+from end_to_end import Ours, write_inputs
 
 RANK, SIZE, BATCH, NEW_TOKENS = 16, "512x8", 32, 64
 KINDS = {"all weights": 0, f"LoRA, r = {RANK}": RANK}

@@ -41,7 +41,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import RESULTS, ROOT, matrix_rate, read, show, spread, table, write_results
+from common import RESULTS, ROOT, matrix_rate, peak_memory, read, show, spread, table, write_results
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 ANSWERS = 8  # to each prompt
@@ -118,12 +118,6 @@ class Turns:
         if self.start:
             seconds = time.perf_counter() - self.start
             print(MARK + json.dumps({"seconds": seconds, "GiB": peak_memory(), **facts}), flush=True)
-
-
-def peak_memory():
-    """The largest memory that this process has had so far, in GiB. (Not getrusage: its maximum includes the
-    memory of the parent process at the start.)"""
-    return int(re.search(r"VmHWM:\s+(\d+)", read("/proc/self/status"))[1]) / 2**20
 
 
 def run_ours(request):

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import VOCABULARY, copy_rate, matrix_rate, vocabulary_of
-from end_to_end import Ours, peak_memory, write_inputs
+from common import VOCABULARY, copy_rate, matrix_rate, peak_memory, vocabulary_of
+from end_to_end import Ours, write_inputs
 from update import weights_per_token
 
 PHASES = ("rollout", "reward", "score", "update")
