@@ -89,10 +89,7 @@ OURS |= {  # docs/algorithms.md: what was tried without a critic, and other opti
 }
 TRL = {"8 PPO epochs": ("a", {"ppo_epochs": 8}, None), "lambda 1": ("c", {"lam": 1}, None)}
 OUR_RLOO = {"KL in the loss": ("abcd", {"kl_in": "loss"}, None)}
-OUR_GROUP = {
-    "KL in reward units": ("abcd", {}, "KL in reward units"),
-    "answers together": ("abcd", {}, "answers together"),
-}
+OUR_GROUP = {name: ("abcd", {}, name) for name in ("KL in deviations", "TRL's KL")}
 VARIANTS = {"ours": OURS, "trl": TRL, "our_rloo": OUR_RLOO, "our_group": OUR_GROUP}
 PEER = {"python": sys.executable}  # --peer_python
 

@@ -196,29 +196,28 @@ def deal_anew():
     train_ppo.update = update
 
 
-def kl_in_reward_units():
-    """The KL of --advantage group is divided by the usual std of a group, as its advantages are."""
+def kl_in_deviations():
+    """The KL of --advantage group counts in standard deviations of a prompt's answers, as in TRL."""
     whiten = AdvantageScale.whiten
-
-    def with_unit(self, rollout, advantages, estimator, sum_over_processes):
-        whiten(self, rollout, advantages, estimator, sum_over_processes)
-        stds = rollout.scores.view(-1, 4).std(1)
-        rollout.advantage_unit = stds[stds > 0].square().mean().sqrt().item()
-
-    AdvantageScale.whiten = with_unit
+    AdvantageScale.whiten = lambda *args: (*whiten(*args)[:2], 1.0)
 
 
-def answers_together():
-    """All answers to a prompt are in one minibatch."""
-    apart = train_ppo.minibatch_rows
-    train_ppo.minibatch_rows = lambda batch, mini, answers: apart(batch, mini)
+def kl_of_trl():
+    """The same, and the KL is k3 without a ratio. Its gradient is that of KL(reference || actor)."""
+
+    def kl_loss(logprobs, mb):
+        _, _, k3 = ppo.kl_estimators(logprobs, mb.ref_logprobs)
+        return ppo.masked_sum(k3, mb.mask)
+
+    kl_in_deviations()
+    ppo.kl_loss = kl_loss
 
 
 PATCHES = {
     "no whitening": no_whitening,
     "deal anew": deal_anew,
-    "KL in reward units": kl_in_reward_units,
-    "answers together": answers_together,
+    "KL in deviations": kl_in_deviations,
+    "TRL's KL": kl_of_trl,
 }
 
 

@@ -94,11 +94,12 @@ def test_estimators_without_a_critic_by_hand():
     two, four = (ppo.leave_one_out(REWARDS, FOUR, count) for count in (2, 4))
     assert two.tolist() == [[-2, -2, -2], [2, 0, 0], [-5, -5, 0], [5, 5, 5]]
     assert four[:, 0].tolist() == pytest.approx([-5 / 3, 1, -3, 11 / 3])
-    advantages = ppo.group_normalized(REWARDS, FOUR, 2)
+    advantages, stds = ppo.group_normalized(REWARDS, FOUR, 2)
+    assert stds[:, 2].tolist() == pytest.approx([2**0.5, 2**0.5, 12.5**0.5, 12.5**0.5])
     assert advantages[:2].tolist() == [pytest.approx([-(0.5**0.5)] * 3), pytest.approx([0.5**0.5, 0, 0])]
     for size in (1.0, 1e-5, 1e5):  # it has no unit
         rewards = size * torch.tensor([[0.0], [1.0], [2.0], [1.0]])
-        advantages = ppo.group_normalized(rewards, torch.ones(4, 1, dtype=torch.bool), 4)
+        advantages, _ = ppo.group_normalized(rewards, torch.ones(4, 1, dtype=torch.bool), 4)
         assert advantages[:, 0].tolist() == pytest.approx([-(1.5**0.5), 0, 1.5**0.5, 0], abs=1e-6)
 
 
@@ -144,7 +145,7 @@ def test_regression_by_hand_over_processes():
         assert found == (pytest.approx(slope), pytest.approx(intercept))
 
 
-@pytest.mark.parametrize("estimator", [ppo.leave_one_out, ppo.group_normalized])
+@pytest.mark.parametrize("estimator", [ppo.leave_one_out, lambda *rows: ppo.group_normalized(*rows)[0]])
 def test_equal_rewards_have_no_advantage_whatever_the_rounding(estimator):
     """Seven answers of 1000.1: their sum in fp32 is not seven times that. A difference of 0.01 counts."""
     rewards, mask = torch.full((7, 1), 1000.1), torch.ones(7, 1, dtype=torch.bool)

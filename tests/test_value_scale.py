@@ -16,7 +16,10 @@ STEPS = 8
 
 
 class Rows:
-    """What ``ValueScale.update`` reads of a rollout: two responses, of three tokens and of one."""
+    """What the scales read of a rollout: two responses, of three tokens and of one."""
+
+    finished = torch.tensor([True, True])
+    scores = torch.tensor([1.0, 0.0])
 
     def __init__(self, returns, values=((0.0,) * 3,) * 2):
         self.mask = length_mask(torch.tensor([3, 1]), 3)
@@ -168,8 +171,10 @@ def test_what_advantages_are_divided_by():
     assert restored.state_dict() == scale.state_dict()
     assert scale.variance == pytest.approx(0.9 * follows**2 + 0.1)  # in full: the batch before was large too
     batch = Rows(RETURNS)
-    advantages, _, unit = small.whiten(batch.outcomes, batch, "group", lambda x: x)
-    assert (unit, advantages.tolist()) == (1, [[1, 1, 5], [1, 0, 0]])  # divided by a group's own already
+    stds = torch.tensor([[3.0, 3.0, 3.0], [1.0, 1.0, 1.0]])  # of four tokens: sqrt((3 * 9 + 1) / 4)
+    advantages, _, unit = small.whiten(batch.outcomes, batch, "group", lambda x: x, stds)
+    assert unit == pytest.approx(7**0.5)
+    assert advantages.tolist() == [[1, 1, 5], [1, 0, 0]]  # divided by a group's own already
 
 
 @pytest.mark.parametrize(

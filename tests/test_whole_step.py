@@ -327,21 +327,23 @@ class Plain:
             advantages = outcome
         else:
             sums = [rewards[self.row == i].sum().item() for i in range(len(self.prompt_len))]
-            of_rows = []
+            of_rows, stds = [], []
             for i, mine in enumerate(sums):
                 first = i - i % args.num_generations
                 group = sums[first : first + args.num_generations]
                 if kind == "rloo":
                     of_rows.append(mine - (sum(group) - mine) / (len(group) - 1))
                 else:
-                    of_rows.append((mine - np.mean(group)) / (np.std(group, ddof=1) or 1.0))
+                    stds.append(np.std(group, ddof=1))
+                    of_rows.append((mine - np.mean(group)) / (stds[-1] or 1.0))
             advantages = torch.tensor(of_rows)[self.row]
         std, middle = advantages.std(correction=0), advantages.mean()
         if kind in ("rloo", "group"):
-            std, middle = advantages[advantages != 0].square().mean().sqrt(), 0.0
+            sizes = advantages if kind == "rloo" else torch.tensor(stds)[self.row]
+            std, middle = sizes[sizes != 0].square().mean().sqrt(), 0.0
         self.note("policy/advantage_std", std[None])
-        self.unit = torch.ones(()) if kind == "group" else std
-        self.advantages = (advantages - middle) / self.unit
+        self.unit = std
+        self.advantages = advantages if kind == "group" else (advantages - middle) / std
 
     def gae(self, rewards, values, lam):
         """Advantages, token by token from the end of each response"""

@@ -106,17 +106,18 @@ def leave_one_out(rewards: Tensor, mask: Tensor, answers: int) -> Tensor:
     return torch.where(mask, without_rounding(total - others, total).view(-1, 1), 0.0)
 
 
-def group_normalized(rewards: Tensor, mask: Tensor, answers: int) -> Tensor:
+def group_normalized(rewards: Tensor, mask: Tensor, answers: int) -> tuple[Tensor, Tensor]:
     """GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1): A = (R - mean) / std over the prompt's answers,
-    the same for all tokens of a response -> [B, R], 0 on padding. The std is that of a sample (answers - 1).
+    the same for all tokens of a response -> (A, std), both [B, R]. The std is that of a sample (answers - 1).
 
     Without the division by std (Dr. GRPO, arXiv:2503.20783) it is (answers - 1) / answers times
     ``leave_one_out``, so divided by their ``root_mean_square`` the two are equal.
     """
     total = response_rewards(rewards, mask, answers)
     centred = without_rounding(total - total.mean(1, keepdim=True), total)
-    normalized = torch.where(centred == 0, 0.0, centred / total.std(1, keepdim=True))
-    return torch.where(mask, normalized.view(-1, 1), 0.0)
+    std = centred.std(1, keepdim=True)  # 0 where all answers are rewarded alike
+    normalized = torch.where(std == 0, 0.0, centred / std)
+    return torch.where(mask, normalized.view(-1, 1), 0.0), std.expand_as(total).reshape(-1, 1).expand_as(mask)
 
 
 def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:

@@ -367,6 +367,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
     )
     rollout.rewards = rewards
     rollout.outcomes = ppo.monte_carlo_returns(rewards, mask, args.gamma)
+    group_std = None
     if args.advantage == "gae":
         rollout.values = run.value_scale.rescale_critic(rollout.values, rollout.outcomes, mask, world.sum)
         advantages, _ = ppo.gae(rewards, rollout.values, mask, args.gamma, args.lam)
@@ -377,10 +378,10 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
     elif args.advantage == "rloo":
         advantages = ppo.leave_one_out(rewards, mask, args.num_generations)
     else:
-        advantages = ppo.group_normalized(rewards, mask, args.num_generations)
+        advantages, group_std = ppo.group_normalized(rewards, mask, args.num_generations)
     # Of GAE and REINFORCE: less their mean. Of all but groups: divided by their standard deviation, the unit,
-    # or by that of earlier batches where all scores are equal.
-    whitened = run.advantage_scale.whiten(advantages, rollout, args.advantage, world.sum)
+    # or by that of earlier batches where all scores are equal. The KL is divided by it in all.
+    whitened = run.advantage_scale.whiten(advantages, rollout, args.advantage, world.sum, group_std)
     rollout.advantages, rollout.advantage_std, rollout.advantage_unit = whitened
 
 

@@ -66,25 +66,26 @@ class AdvantageScale(RunningScale):
         rollout: Rollout,
         estimator: str,
         sum_over_processes: Callable[[Tensor], Tensor],
+        group_std: Tensor | None = None,
     ) -> tuple[Tensor, float, float]:
         """Advantages [B, R] -> (the same less their mean, divided by the batch's unit, 0 on padding; their
         standard deviation; the unit).
 
         estimator: --advantage. "rloo" and "group" compare answers: their zero is the mean already. Those of
-        "group" are divided by a standard deviation of their own, so their unit is 1.
+        "group" are divided by ``group_std`` [B, R] already; their unit is its root mean square.
         """
         mask = rollout.mask
         if estimator in ("rloo", "group"):
-            std = ppo.root_mean_square(advantages, mask, sum_over_processes)
+            sizes = advantages if group_std is None else group_std
+            std = ppo.root_mean_square(sizes, mask, sum_over_processes)
         else:
             advantages, std = ppo.centred(advantages, mask, sum_over_processes)
-        unit = 1.0
-        if estimator != "group":
-            every_row = torch.ones_like(rollout.finished)
-            scores = sum_over_processes(ppo.moments(rollout.scores, every_row))
-            informative = ppo.mean_std(scores)[1] > 0  # False where all scores are equal
-            unit = self.unit(std, informative)
-        return torch.where(mask, advantages / unit, 0.0), std, unit
+        every_row = torch.ones_like(rollout.finished)
+        scores = sum_over_processes(ppo.moments(rollout.scores, every_row))
+        informative = ppo.mean_std(scores)[1] > 0  # False where all scores are equal
+        unit = self.unit(std, informative)
+        divisor = unit if group_std is None else 1.0
+        return torch.where(mask, advantages / divisor, 0.0), std, unit
 
     def unit(self, size: float, informative: bool) -> float:
         """size: of the batch's advantages, before they are divided; informative: not all scores are equal."""
