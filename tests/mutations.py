@@ -65,6 +65,7 @@ TESTS = {
         f"{RECOMPUTED}[all options]",
         PASSES,
         "tests/model/test_families.py::test_family[GPT-2]",
+        "tests/model/test_families.py::test_family[Mixtral]",
     ],
 }
 # Functions whose lines are text or a table of defaults: tests of flags and messages are about these.
@@ -422,7 +423,8 @@ def result_of(status, folder):
     lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
     failed = [x.split("::")[-1].split(" - ")[0] for x in lines if x.startswith(("FAILED", "ERROR"))]
     code = os.waitstatus_to_exitcode(status)
-    word = {0: UNNOTICED, 1: NOTICED, 2: NOTICED}.get(code, f"no test ran ({code})")
+    # pytest's 4: it cannot import a file of tests, which it could before the fault was made
+    word = {0: UNNOTICED, 1: NOTICED, 2: NOTICED, 4: NOTICED}.get(code, f"no test ran ({code})")
     return word, failed[0] if failed else ""
 
 

@@ -168,9 +168,11 @@ def test_which_metric_decides_and_only_a_higher_value_beats_the_best():
 
 
 ALL_NAMES = {"reasoning": 1, "num_generations": 2, "normalize_reward": 1}
+PAIRS = dict.fromkeys(["data_path", "reward_model", "reward_fn"], "")
+PAIRS |= dict.fromkeys(["offline_data_path", "eval_data_path"], "pairs")
 
 
-@pytest.mark.parametrize("more", [{}, {"eval_reward_fn": "", "num_generations": 2}, ALL_NAMES])
+@pytest.mark.parametrize("more", [{}, {"eval_reward_fn": "", "num_generations": 2}, ALL_NAMES, PAIRS])
 def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(
     files, tmp_path, monkeypatch, more
 ):
@@ -178,6 +180,10 @@ def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(
     if more is ALL_NAMES:
         held_out = write_jsonl(tmp_path / "eval.jsonl", [{"prompt": "a", "answer": "b"}])
         more = more | {"eval_data_path": held_out}
+    if more is PAIRS:
+        pair = {"prompt": "a", "chosen": "b", "rejected": "c", "answer": "b"}
+        path = write_jsonl(tmp_path / "pairs.jsonl", [pair] * 16)
+        more = {name: value and path for name, value in more.items()}
     train_ppo.main(argv_of(files | more, tmp_path, max_steps=1))
     found = {name for name in read_jsonl(tmp_path / "r/metrics.jsonl")[0] if name.startswith("eval/")}
     message = "--best_metric eval/loss: no evaluation has it; choose one of "

@@ -472,7 +472,7 @@ def train(
         if stopped:
             learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
             return None
-    step = step_if_finite(run, learner, total_loss / token_count, number)
+    step = step_if_finite(run, learner, total_loss, number)
     metrics.add("policy/skipped_steps", not step.finite)
     group = "policy" if name == "actor" else "value"
     if step.finite:
