@@ -50,7 +50,7 @@ log_with                            tracker                 swanlab, tensorboard
 tracker_project_name                wandb_project
 use_score_scaling                   normalize_reward        1
 # TRL: GRPO and RLOO
-beta                                kl_coef
+beta                                kl_coef  # reward per nat; of GRPO there: times the std of the scores
 max_prompt_length                   max_seq_len  # longer prompts are dropped here
 max_completion_length               max_gen_len
 epsilon                             clip_epsilon
