@@ -18,7 +18,7 @@ from errors import InputError
 from trainer.compute import memory
 from trainer.generation import cuda_graphs, engine
 from trainer.generation.cuda_graphs import CudaGraphs, waiting_is_an_error
-from trainer.generation.engine import Sampler, sample
+from trainer.generation.engine import Sampler
 from trainer.generation.kv_cache import bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import noise_keys
@@ -399,7 +399,7 @@ def test_equal_prompts_go_through_the_model_once(model, slots, monkeypatch):
     """Each answer is that of a prompt alone: the noise depends on the row, the keys and values do not."""
     rows, computed, pad_right = [3, 5, 3, 3, 9, 5, 0, 3], [], engine.pad_right
     keys = noise_keys(7, 3, range(8))
-    alone = [sample(model, [PROMPTS[i]], keys[n : n + 1], [0], 10, 1.0) for n, i in enumerate(rows)]
+    alone = [Sampler(model).sample([PROMPTS[i]], keys[n : n + 1], [0], 10, 1.0) for n, i in enumerate(rows)]
     look = lambda prompts, *more: computed.append(len(prompts)) or pad_right(prompts, *more)  # noqa: E731
     monkeypatch.setattr(engine, "pad_right", look)
     together = Sampler(model, slots=slots).sample([PROMPTS[i] for i in rows], keys, [0], 10, 1.0)
