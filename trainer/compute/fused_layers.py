@@ -144,10 +144,10 @@ def _heads(layer, x):
     """Hidden states -> queries, keys and values [B, T, heads, dim], not rotated yet."""
     shape = (*x.shape[:-1], -1, layer.head_dim)
     if hasattr(layer, "qkv"):  # the sampler's copy computes the three at once
-        sizes = [n // layer.head_dim for n in layer.qkv.sizes]
-        query, key, value = (x.contiguous() for x in layer.qkv(x).view(shape).split(sizes, 2))
+        parts = layer.qkv(x).split(layer.qkv.sizes, -1)
     else:
-        query, key, value = (p(x).view(shape) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        parts = [p(x) for p in (layer.q_proj, layer.k_proj, layer.v_proj)]
+    query, key, value = (part.contiguous().view(shape) for part in parts)
     if hasattr(layer, "q_norm"):
         query = layer.q_norm(query)
         key = layer.k_norm(key)
