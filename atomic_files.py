@@ -8,10 +8,10 @@ from pathlib import Path
 from errors import InputError, first_line
 
 
-def sync(path: str | Path) -> None:
+def sync(path: Path) -> None:
     """Force the content of a file or folder to the disk (fsync)."""
     windows = not hasattr(os, "O_DIRECTORY")  # it flushes no folder, and a file only if open for writing
-    if windows and os.path.isdir(path):
+    if windows and path.is_dir():
         return
     handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
@@ -20,19 +20,19 @@ def sync(path: str | Path) -> None:
         os.close(handle)
 
 
-def move(source: str | Path, target: str | Path) -> None:
+def move(source: Path, target: Path) -> None:
     """Rename ``source`` to ``target``, flushed to disk before and after, so a crash leaves one of the two."""
     sync(source)
     os.replace(source, target)
-    sync(Path(target).parent)
+    sync(target.parent)
 
 
-def write_whole(path: str | Path, data: str | bytes) -> None:
-    """Write text or bytes to a file. After a crash it has either its old content or all of the new one."""
-    path = Path(path)
+def write_whole(path: Path, text: str) -> None:
+    """Write a text to a file. After a crash it has either its old content or all of the new one. Half a
+    character, which JSON may hold, becomes a question mark."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        temporary.write_bytes(text.encode(errors="replace"))
         move(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -46,8 +46,7 @@ def writing(path: str | Path) -> Iterator[None]:
     except Exception as error:  # those of safetensors and tokenizers say "(os error N)"
         if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
-        gone = isinstance(error, FileNotFoundError)
-        remedy = "make its folder" if gone else "make room"
+        remedy = "make its folder" if isinstance(error, FileNotFoundError) else "make room"
         raise InputError(
             f"{path}: cannot be written ({first_line(error)}); {remedy} or choose another place"
         ) from error

@@ -126,8 +126,7 @@ def attention_forward(
         out = past_key_values.attend(layer, layer.qkv(hidden_states), cos, sin, window)
     else:
         query, key, value = _heads(layer, hidden_states)
-        packing = kwargs.get("packing")
-        out = rotated_attention(query, key, value, cos, sin, packing, window, layer.scaling)
+        out = rotated_attention(query, key, value, cos, sin, kwargs.get("packing"), window, layer.scaling)
         if out is None:
             query = _rotate(query, cos, sin).transpose(1, 2)
             key = _rotate(key, cos, sin).transpose(1, 2)
