@@ -1,8 +1,8 @@
 """Atomic files: files that are complete or absent, and one process at a time."""
 
-import contextlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from errors import InputError, first_line
@@ -38,7 +38,7 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
+@contextmanager
 def writing(path: str | Path) -> Iterator[None]:
     """Turn a failure to write in this block (full disk, no permission) into an ``InputError`` on ``path``."""
     try:
@@ -52,7 +52,7 @@ def writing(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
+@contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Only one process at a time is in this block for ``folder``; the others wait."""
     from filelock import FileLock  # not at the top: --help does not need it
@@ -62,5 +62,5 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:  # who waits for it sees that it is gone, and makes a new one
-            with contextlib.suppress(OSError):  # Windows deletes no open file; there filelock does
+            with suppress(OSError):  # Windows deletes no open file; there filelock does
                 path.unlink()

@@ -156,9 +156,9 @@ def test_only_the_first_capture_has_a_step_that_may_wait(monkeypatch):
             warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
         modes.append(mode)
 
-    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: SimpleNamespace(wait_stream=print))
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda: SimpleNamespace(wait_stream=print))
     modes = ["default"]
-    names = {"current_device": lambda: 0, "current_stream": lambda: SimpleNamespace(wait_stream=print)}
+    names = {"current_stream": lambda: SimpleNamespace(wait_stream=print)}
     names |= {"stream": contextlib.nullcontext, "get_sync_debug_mode": lambda: modes[-1]}
     for name, value in (names | {"set_sync_debug_mode": set_mode}).items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -253,9 +253,8 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(monkeypatch):
         yield
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
-    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: "side")
-    names = {"current_device": lambda: 0, "stream": stream, "graph": graph}
-    names |= {"CUDAGraph": lambda: None, "graph_pool_handle": lambda: (0, 1)}
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda: "side")
+    names = {"stream": stream, "graph": graph, "CUDAGraph": lambda: None}
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, value)
     graphs, inside = CudaGraphs(torch.device("cuda")), []

@@ -135,5 +135,4 @@ class Layout:
     @cached_property
     def filled(self) -> "Layout":
         """The same with one more sequence, which makes N a multiple of ``PRODUCT_ROW_MULTIPLE``."""
-        more = -len(self.row) % PRODUCT_ROW_MULTIPLE
-        return Layout([*self.lengths, more], device=self.row.device)
+        return Layout([*self.lengths, -len(self.row) % PRODUCT_ROW_MULTIPLE], device=self.row.device)

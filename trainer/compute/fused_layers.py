@@ -133,9 +133,16 @@ def attention_forward(
             value = value.transpose(1, 2)
             if past_key_values is not None:
                 key, value = past_key_values.update(key, value, layer.layer_idx)
-            kwargs["scaling"] = layer.scaling
-            kwargs["sliding_window"] = window
-            out, _ = attention(layer, query, key, value, attention_mask, **kwargs)
+            out, _ = attention(
+                layer,
+                query,
+                key,
+                value,
+                attention_mask,
+                scaling=layer.scaling,
+                sliding_window=window,
+                **kwargs,
+            )
     return layer.o_proj(out.reshape((*hidden_states.shape[:-1], -1))), None
 
 
