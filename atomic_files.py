@@ -1,17 +1,17 @@
 """Atomic files: files that are complete or absent, and one process at a time."""
 
-import contextlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from errors import InputError, first_line
 
 
-def sync(path: str | Path) -> None:
+def sync(path: Path) -> None:
     """Force the content of a file or folder to the disk (fsync)."""
     windows = not hasattr(os, "O_DIRECTORY")  # it flushes no folder, and a file only if open for writing
-    if windows and os.path.isdir(path):
+    if windows and path.is_dir():
         return
     handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
@@ -20,25 +20,25 @@ def sync(path: str | Path) -> None:
         os.close(handle)
 
 
-def move(source: str | Path, target: str | Path) -> None:
+def move(source: Path, target: Path) -> None:
     """Rename ``source`` to ``target``, flushed to disk before and after, so a crash leaves one of the two."""
     sync(source)
     os.replace(source, target)
-    sync(Path(target).parent)
+    sync(target.parent)
 
 
-def write_whole(path: str | Path, data: str | bytes) -> None:
-    """Write text or bytes to a file. After a crash it has either its old content or all of the new one."""
-    path = Path(path)
+def write_whole(path: Path, text: str) -> None:
+    """Write a text to a file. After a crash it has either its old content or all of the new one. Half a
+    character, which JSON may hold, becomes a question mark."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        temporary.write_bytes(text.encode(errors="replace"))
         move(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
+@contextmanager
 def writing(path: str | Path) -> Iterator[None]:
     """Turn a failure to write in this block (full disk, no permission) into an ``InputError`` on ``path``."""
     try:
@@ -46,14 +46,13 @@ def writing(path: str | Path) -> Iterator[None]:
     except Exception as error:  # those of safetensors and tokenizers say "(os error N)"
         if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
-        gone = isinstance(error, FileNotFoundError)
-        remedy = "make its folder" if gone else "make room"
+        remedy = "make its folder" if isinstance(error, FileNotFoundError) else "make room"
         raise InputError(
             f"{path}: cannot be written ({first_line(error)}); {remedy} or choose another place"
         ) from error
 
 
-@contextlib.contextmanager
+@contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Only one process at a time is in this block for ``folder``; the others wait."""
     from filelock import FileLock  # not at the top: --help does not need it
@@ -63,5 +62,5 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:  # who waits for it sees that it is gone, and makes a new one
-            with contextlib.suppress(OSError):  # Windows deletes no open file; there filelock does
+            with suppress(OSError):  # Windows deletes no open file; there filelock does
                 path.unlink()

@@ -94,10 +94,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = load_policy(args.source, args.trust_remote_code)
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.source), args.trust_remote_code)
     check_tokenizer(tokenizer, model)
+    target = Path(args.target)
     dtype = getattr(torch, args.dtype)
     with writing(args.target), quiet():
         if args.target.endswith(".pth"):
-            save_policy(model, tokenizer, args.target, dtype)
+            save_policy(model, tokenizer, target, dtype)
         else:
             if isinstance(model.config, MiniMindConfig):
                 raise InputError(
@@ -106,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
             model.generation_config.eos_token_id = eos_ids(tokenizer, model)
             model.generation_config.pad_token_id = tokenizer.pad_token_id
-            save_directory(model, tokenizer, args.target, dtype)
-            write_whole(Path(args.target) / "README.md", card(model, tokenizer, args))
+            save_directory(model, tokenizer, target, dtype)
+            write_whole(target / "README.md", card(model, tokenizer, args))
     print(f"{args.target}: {type(model).__name__}, {model.num_parameters():,} parameters in {args.dtype}")
 
 

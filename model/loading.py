@@ -7,12 +7,12 @@ model_minimind.py recognises. Every mistake that a user can make raises ``InputE
 decides what can be trained: docs/models.md.
 """
 
-import contextlib
 import json
 import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,8 +58,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         # These names say that tokenizer.json is the complete tokenizer. ``AutoTokenizer`` follows that for
         # some architectures only: beside a Qwen2 it would read any tokenizer as Qwen2's own, split texts as
         # Qwen2 does and add Qwen2's tokens.
-        whole = written in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        kind = PreTrainedTokenizerFast if whole else AutoTokenizer
+        complete = ("PreTrainedTokenizerFast", "TokenizersBackend")
+        kind = PreTrainedTokenizerFast if written in complete else AutoTokenizer
         tokenizer = kind.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -215,7 +215,7 @@ def _has_tokenizer(folder: Path) -> bool:
     return any([*folder.glob("tokenizer*"), *folder.glob("vocab.*")])
 
 
-@contextlib.contextmanager
+@contextmanager
 def as_input_error(what: str) -> Iterator[None]:
     """Turn an exception of transformers into an ``InputError``: ``what``, then the exception's text."""
     try:
@@ -233,7 +233,7 @@ def as_input_error(what: str) -> Iterator[None]:
 hf_logging.disable_progress_bar()
 
 
-@contextlib.contextmanager
+@contextmanager
 def quiet() -> Iterator[None]:
     """No warnings or load reports in this block: the callers check the outcome."""
     before = logging.root.manager.disable  # this block may be inside another one

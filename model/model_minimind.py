@@ -209,7 +209,7 @@ def minimind_config_of(state: dict[str, Tensor]) -> MiniMindConfig:
     head_dim = len(queries) // MINIMIND_HEADS if norm is None else len(norm)
     gate = state.get(f"{layer}mlp.gate.weight")
     first = f"{layer}mlp." if gate is None else f"{layer}mlp.experts.0."
-    shared = [name for name in state if name.startswith(f"{layer}mlp.shared_experts.")]
+    shared = sum(name.startswith(f"{layer}mlp.shared_experts.") for name in state)
     return MiniMindConfig(
         minimind_version=2 if norm is None else 3,
         vocab_size=len(embeddings),
@@ -221,7 +221,7 @@ def minimind_config_of(state: dict[str, Tensor]) -> MiniMindConfig:
         intermediate_size=len(state[f"{first}gate_proj.weight"]),
         use_moe=gate is not None,
         num_experts=4 if gate is None else len(gate),
-        n_shared_experts=len(shared) // 3,  # each has three matrices
+        n_shared_experts=shared // 3,  # each has three matrices
         tie_word_embeddings=state.get("lm_head.weight", embeddings).equal(embeddings),
     )
 

@@ -23,17 +23,16 @@ State = dict[str, Tensor]
 def save_policy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    path_pth: str | Path,
+    path: Path,
     dtype: torch.dtype = torch.float16,
     state: State | None = None,
 ) -> None:
-    """Write ``model`` as ``path_pth``, the state-dict of ``state_dict_in``, which MiniMind's own class loads
+    """Write ``model`` as ``path``, the state-dict of ``state_dict_in``, which MiniMind's own class loads
     with ``strict=True``, and beside it a folder with config, generation config and tokenizer. Every file
     appears whole or not at all, the ``.pth`` last. Raises ``InputError`` if a weight is not finite in
     ``dtype`` (NaN, or beyond fp16's ±65504); then old files stay. state: what ``state_dict_in`` gave for a
     sharded model, or other weights of the model that were saved before.
     """
-    path = Path(path_pth)
     data = io.BytesIO()  # if a disk is full, torch's own writer says only "unexpected pos"
     torch.save(state or state_dict_in(dtype, model, path), data)
     with _whole_files(path.with_suffix(""), path) as folder:
@@ -44,7 +43,7 @@ def save_policy(
 def save_directory(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    path: str | Path,
+    path: Path,
     dtype: torch.dtype = torch.float16,
     **fields: float,
 ) -> None:
@@ -53,7 +52,6 @@ def save_directory(
     Adapters are merged. fields: more entries for its config.json. Every file appears whole or not at all,
     config.json last. Other files in the directory stay. Raises ``InputError`` as ``save_policy`` does.
     """
-    path = Path(path)
     state = state_dict_in(dtype, model, path)
     # transformers refuses contradictory generation settings, which some hub models have.
     plain = mock.patch.object(model, "generation_config", GenerationConfig(), create=True)

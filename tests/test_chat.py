@@ -31,7 +31,7 @@ from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
 from trainer.endings import Endings, keep_endings
-from trainer.generation.engine import Sampler, sample
+from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import StopStrings, response_texts
 
@@ -84,7 +84,7 @@ def trainers_answer(path, messages, max_gen_len=12):
     model, tokenizer = load_policy(path), load_tokenizer(path.with_suffix(""))
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    rollout = sample(model, [ids], noise_keys(0, 0, [0]), [0], max_gen_len, 0.0)
+    rollout = Sampler(model).sample([ids], noise_keys(0, 0, [0]), [0], max_gen_len, 0.0)
     return response_texts(rollout, tokenizer)[0]
 
 

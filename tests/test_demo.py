@@ -6,7 +6,7 @@ from tiny import ROOT, read_jsonl, user
 
 from dataset.lm_dataset import RLAIFDataset
 from model.loading import load_policy, load_tokenizer
-from trainer.generation.engine import sample
+from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.rewards.reward_models import load_reward_model
@@ -36,7 +36,7 @@ def test_the_policy_is_often_wrong_and_often_misformatted():
     policy = load_policy(str(DEMO / "policy"))
     prompts = RLAIFDataset(DATA / "eval.jsonl", tokenizer, 128)
     keys = noise_keys(42, 0, list(range(len(prompts))))
-    rollout = sample(policy, [p.prompt_ids for p in prompts], keys, [tokenizer.eos_token_id], 64, 1.0)
+    rollout = Sampler(policy).sample([p.prompt_ids for p in prompts], keys, [tokenizer.eos_token_id], 64, 1.0)
     texts = response_texts(rollout, tokenizer)
     right = [is_correct(text, p.answer, reasoning=True) for text, p in zip(texts, prompts, strict=True)]
     form = [format_reward(text) > 0 for text in texts]

@@ -11,7 +11,7 @@ from tiny import WORDS, run_files, same_run, tiny_llama, train, write_jsonl
 import progress_bar
 from progress_bar import phase
 from trainer.compute.memory import each_micro_batch
-from trainer.generation.engine import sample
+from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 
 
@@ -92,7 +92,9 @@ def test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit(tmp_path, reques
 
 
 def test_sampling_counts_responses_as_they_end(phases):
-    sample(tiny_llama(10, spread=2.0), [[3, 4]] * 40, noise_keys(0, 0, range(40)), [0], 12, 1.0, slots=8)
+    Sampler(tiny_llama(10, spread=2.0), slots=8).sample(
+        [[3, 4]] * 40, noise_keys(0, 0, range(40)), [0], 12, 1.0
+    )
     (seen,) = (this.counts for this in phases if this.desc == "sampling")
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == (0, 40)

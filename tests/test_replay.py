@@ -9,7 +9,7 @@ from test_invariants import ALONE
 from tiny import tiny_llama
 
 from dataset.data_order import epoch_order, local_positions, minibatch_order
-from trainer.generation.engine import sample
+from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.options.replay import FIELDS, Replay, newest_rows
 from trainer.runs.distributed import World
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def rollout_of(seed, count=8):
     prompts = [[1 + (seed + i + n) % 8 for n in range(1 + i % 3)] for i in range(count)]
-    rollout = sample(tiny_llama(10), prompts, noise_keys(seed, 0, range(count)), [0], 3 + seed, 1.0)
+    rollout = Sampler(tiny_llama(10)).sample(prompts, noise_keys(seed, 0, range(count)), [0], 3 + seed, 1.0)
     rollout.ref_logprobs = torch.randn(rollout.sampler_logprobs.shape)
     rollout.scores = torch.randn(count)
     return rollout

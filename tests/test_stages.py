@@ -335,7 +335,7 @@ def test_where_memory_runs_out_less_is_taken_at_a_time(files, whole, tmp_path, m
 
     def cramped(run, items, totals, kind="train"):
         if len(items) > 2:
-            raise torch.OutOfMemoryError("for three")
+            raise torch.OutOfMemoryError("out of memory for three")
         return loss(run, items, totals, kind)
 
     monkeypatch.setattr(train_sft.SftRun, "loss", cramped)

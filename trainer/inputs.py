@@ -42,7 +42,7 @@ from trainer.compute.scoring import PolicyScorer
 from trainer.default_rates import suited_rate
 from trainer.evaluation import BATCH
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
-from trainer.generation.engine import sample
+from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.memory_plan import check_loading
 from trainer.options.offline import load_logged
@@ -199,7 +199,7 @@ def choose_reasoning(
                 ids = [prompt.prompt_ids for prompt in first[:SAMPLED]]
                 seed = 0  # not --seed: rewards must not depend on it
                 keys = noise_keys(seed, FIRST_ANSWERS, range(len(ids)))
-                rollout = sample(actor, ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
+                rollout = Sampler(actor).sample(ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
                 answers = tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
         answers = world.from_main(answers)
     args.reasoning = int(have_format(answers))
@@ -289,7 +289,7 @@ def check_sampling(policy: PreTrainedModel) -> None:
     prompts = [[i % rows for i in range(1, length)] for length in (10, 4, 7)]
     what = f"models of type {kind} are not supported: the sampler's KV cache does not work with them"
     with quiet(), as_input_error(what):
-        rollout = sample(policy, prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0, slots=2)
+        rollout = Sampler(policy, slots=2).sample(prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0)
         scored = PolicyScorer(policy)(*rollout.sequences, 1.0)[0]
     gap = (scored - rollout.sampler_logprobs).abs().max().item()
     if not gap < 1e-2:

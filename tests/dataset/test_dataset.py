@@ -14,7 +14,7 @@ from dataset.formats import Keys
 from dataset.lm_dataset import LoggedAnswers, LoggedPairs, PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
 from trainer import train_reward, train_sft
-from trainer.generation.engine import sample
+from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 
@@ -308,7 +308,7 @@ def test_an_answer_of_the_policy_has_the_tokens_that_it_sampled(tmp_path, jsonl)
     asked = [{"prompt": tiny.WORDS[n % 8]} for n in range(40)]
     prompts = RLAIFDataset(tiny.write_jsonl(tmp_path / "p.jsonl", asked), tokenizer, 20)
     ids = [prompt.prompt_ids for prompt in prompts]
-    rollout = sample(model, ids, noise_keys(0, 0, range(40)), [0], 12, 1.0)
+    rollout = Sampler(model).sample(ids, noise_keys(0, 0, range(40)), [0], 12, 1.0)
     ended = [i for i in range(40) if rollout.finished[i] and 1 not in rollout.responses()[i]]
     assert len(ended) > 10
     texts = response_texts(rollout, tokenizer)

@@ -18,7 +18,7 @@ from errors import InputError
 from trainer.compute import memory
 from trainer.generation import cuda_graphs, engine
 from trainer.generation.cuda_graphs import CudaGraphs, waiting_is_an_error
-from trainer.generation.engine import Sampler, sample
+from trainer.generation.engine import Sampler
 from trainer.generation.kv_cache import bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import noise_keys
@@ -156,9 +156,9 @@ def test_only_the_first_capture_has_a_step_that_may_wait(monkeypatch):
             warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
         modes.append(mode)
 
-    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: SimpleNamespace(wait_stream=print))
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda: SimpleNamespace(wait_stream=print))
     modes = ["default"]
-    names = {"current_device": lambda: 0, "current_stream": lambda: SimpleNamespace(wait_stream=print)}
+    names = {"current_stream": lambda: SimpleNamespace(wait_stream=print)}
     names |= {"stream": contextlib.nullcontext, "get_sync_debug_mode": lambda: modes[-1]}
     for name, value in (names | {"set_sync_debug_mode": set_mode}).items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -253,9 +253,8 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(monkeypatch):
         yield
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
-    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: "side")
-    names = {"current_device": lambda: 0, "stream": stream, "graph": graph}
-    names |= {"CUDAGraph": lambda: None, "graph_pool_handle": lambda: (0, 1)}
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda: "side")
+    names = {"stream": stream, "graph": graph, "CUDAGraph": lambda: None}
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, value)
     graphs, inside = CudaGraphs(torch.device("cuda")), []
@@ -399,7 +398,7 @@ def test_equal_prompts_go_through_the_model_once(model, slots, monkeypatch):
     """Each answer is that of a prompt alone: the noise depends on the row, the keys and values do not."""
     rows, computed, pad_right = [3, 5, 3, 3, 9, 5, 0, 3], [], engine.pad_right
     keys = noise_keys(7, 3, range(8))
-    alone = [sample(model, [PROMPTS[i]], keys[n : n + 1], [0], 10, 1.0) for n, i in enumerate(rows)]
+    alone = [Sampler(model).sample([PROMPTS[i]], keys[n : n + 1], [0], 10, 1.0) for n, i in enumerate(rows)]
     look = lambda prompts, *more: computed.append(len(prompts)) or pad_right(prompts, *more)  # noqa: E731
     monkeypatch.setattr(engine, "pad_right", look)
     together = Sampler(model, slots=slots).sample([PROMPTS[i] for i in rows], keys, [0], 10, 1.0)

@@ -14,7 +14,7 @@ from tiny import ROOT, tiny_llama
 
 from trainer.compute.precision import round_frozen
 from trainer.compute.scoring import PolicyScorer, pack_sequences, score_all
-from trainer.generation.engine import Sampler, sample
+from trainer.generation.engine import Sampler
 from trainer.generation.kv_cache import KVCache
 from trainer.generation.sampling import noise_keys
 from trainer.inputs import check_sampling
@@ -30,7 +30,7 @@ def model():
 
 def draw(model, rows, max_gen_len=10, temperature=1.0, eos=(0,), seed=7):
     keys = noise_keys(seed, 3, rows)
-    return sample(model, [PROMPTS[i] for i in rows], keys, list(eos), max_gen_len, temperature)
+    return Sampler(model).sample([PROMPTS[i] for i in rows], keys, list(eos), max_gen_len, temperature)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 11])
@@ -58,7 +58,7 @@ def test_every_token_is_computed_once(model, monkeypatch):
         return forward(self, **kwargs)
 
     monkeypatch.setattr(model.model.__class__, "forward", spy)
-    rollout = sample(model, PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0, slots=6)
+    rollout = Sampler(model, slots=6).sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
     assert max(shape[0] for shape in rows) == 6
     decoded = sum(shape[0] for shape in rows if shape[1] == 1)
     needed = rollout.response_len.sum().item() - 24  # the first token comes from the prompt's forward
@@ -135,8 +135,8 @@ def test_every_family_samples_and_scores_what_transformers_computes(name):
     for packed in (False, True):
         if packed:
             assert pack_sequences(model.base_model) == (name != "GPT-J")
-        assert sample(model, prompts, keys, [0], 10, 0.0, slots=5).responses() == expected
-        rollout = sample(model, prompts, keys, [0], 10, 0.9, slots=5)
+        assert Sampler(model, slots=5).sample(prompts, keys, [0], 10, 0.0).responses() == expected
+        rollout = Sampler(model, slots=5).sample(prompts, keys, [0], 10, 0.9)
         scored, _, _ = PolicyScorer(model)(*rollout.sequences, 0.9)
         exact = (model(rollout.tokens).logits[:, :-1] / 0.9).log_softmax(-1)
         exact = exact.gather(2, rollout.tokens[:, 1:, None]).squeeze(2)
@@ -152,7 +152,7 @@ def test_every_family_samples_and_scores_what_transformers_computes(name):
 def test_weights_rounded_once_score_as_those_that_autocast_rounds_at_every_call(name):
     model = build(FAMILIES[name]())
     pack_sequences(model.base_model)
-    rollout = sample(model, [[2, 3, 4], [5]], noise_keys(0, 0, range(2)), [0], 10, 1.0)
+    rollout = Sampler(model).sample([[2, 3, 4], [5]], noise_keys(0, 0, range(2)), [0], 10, 1.0)
     scored = []
     for _ in range(2):
         with torch.no_grad():

@@ -19,7 +19,7 @@ from on_gpu import (
 from tiny import llama_config, word_tokenizer
 from transformers import LlamaForCausalLM
 
-from trainer.generation.engine import Sampler, sample
+from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import StopStrings
 
@@ -53,7 +53,7 @@ def stops(model):
 def test_samples_are_those_of_a_cpu(name):
     """In fp32 only a draw within rounding of a boundary may differ; of a large vocabulary more do."""
     model = made(name)
-    here = sample(model, PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
+    here = Sampler(model).sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
     there = drawn(Sampler(model.cuda(), slots=7))
     assert share_of_equals(here, there) > (0.8 if name == "wide" else 0.95)
 
@@ -123,7 +123,7 @@ def test_where_the_cache_does_not_fit_slots_are_halved():
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).cuda().eval()
     prompts, keys = [[3] * 900] * 16, noise_keys(7, 3, range(16))
-    wanted = sample(model, prompts, keys, [0], 4, 1.0).responses()
+    wanted = Sampler(model).sample(prompts, keys, [0], 4, 1.0).responses()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (320 << 20)) / total)

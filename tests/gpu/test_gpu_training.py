@@ -30,7 +30,7 @@ from trainer.compute.batching import Layout
 from trainer.compute.fused_layers import KNOWN
 from trainer.compute.precision import set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, pack_sequences, prepare_training
-from trainer.generation.engine import sample
+from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 
 pytestmark = needs_gpu
@@ -45,7 +45,7 @@ def precision():
 
 def scored(model, device, dtype=torch.float32, checkpointing=0, lora_r=0):
     """-> {name: tensor on the CPU}: what one micro-batch gives, and every gradient"""
-    rollout = sample(model, PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
+    rollout = Sampler(model).sample(PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
     critic = CriticModel.from_model(model).eval()
     generator = torch.Generator().manual_seed(0)
     critic.value_head.weight.data.normal_(generator=generator)
@@ -138,7 +138,7 @@ def test_the_kernels_that_attention_runs():
     set_precision("auto", torch.device("cuda", 0))
     model = wide("Llama", 2).cuda()
     prepare_training(model.base_model, 0)
-    rollout = sample(model, PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
+    rollout = Sampler(model).sample(PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
     scorer = PolicyScorer(model, torch.bfloat16)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -157,7 +157,7 @@ def test_a_micro_batch_hardly_waits_for_the_gpu():
     model.requires_grad_(True)
     for backbone in (model.base_model, critic.backbone):
         prepare_training(backbone, 0)
-    rollout = sample(model, PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
+    rollout = Sampler(model).sample(PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
     scorers = {"actor": PolicyScorer(model), "critic": ValueScorer(critic)}
     more = {"actor": (1.0,), "critic": ()}
     for name, scorer in scorers.items():

@@ -74,10 +74,9 @@ def _causal_attention(query, key, value, window, scaling):
         repeats = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)
-    out = F.scaled_dot_product_attention(
+    return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=query.is_cpu
-    )
-    return out.transpose(1, 2)
+    ).transpose(1, 2)
 
 
 def _padded_attention(query, key, value, packing, window, scaling):
@@ -118,8 +117,7 @@ def rotated_attention(
         return None
 
     _, _, heads, dim = query.shape
-    most = window or packing.longest
-    sizes = (len(packing.lengths), heads, key.shape[2], dim, most, float(scaling))
+    sizes = (len(packing.lengths), heads, key.shape[2], dim, window or packing.longest, scaling)
 
     def forward(query, key, value):
         out = torch.empty_like(query)

@@ -17,6 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
 
+Device = torch.device | str
+
 
 def tokens_per_pass(device: torch.device) -> int:
     """The most tokens of one forward: few on a CPU, for activations in its cache; more to keep a GPU busy."""
@@ -53,16 +55,14 @@ def halves(rows: list[int]) -> list[list[int]]:
     return [rows[:half], rows[half:]]
 
 
-def pad_right(
-    sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor]:
+def pad_right(sequences: Sequence[Sequence[int]], device: Device = "cpu") -> tuple[Tensor, Tensor]:
     """Lists of ids -> (tokens [B, T] int64, padded with 0, lengths [B] int64). Padding changes no result."""
     lengths = torch.tensor([len(s) for s in sequences])
     tokens = pad_sequence([torch.tensor(s, dtype=torch.int64) for s in sequences], batch_first=True)
     return send(tokens, device), send(lengths, device)
 
 
-def send(x: Tensor, device: torch.device | str) -> Tensor:
+def send(x: Tensor, device: Device) -> Tensor:
     """A tensor of the CPU -> the same on this device. The host does not wait for a GPU: it copies from pinned
     memory, which torch keeps until the copy is done."""
     if torch.device(device).type == "cuda":
@@ -91,7 +91,7 @@ class Layout:
         self,
         lengths: Iterable[int],
         predicted_by: Sequence[int] | np.ndarray = (),
-        device: torch.device | str = "cpu",
+        device: Device = "cpu",
         response: Sequence[int] | np.ndarray = (),
     ) -> None:
         self.lengths = [int(x) for x in lengths]
@@ -109,7 +109,7 @@ class Layout:
 
     @classmethod
     def of_responses(
-        cls, prompt_len: Sequence[int], response_len: Sequence[int], device: torch.device | str = "cpu"
+        cls, prompt_len: Sequence[int], response_len: Sequence[int], device: Device = "cpu"
     ) -> "Layout":
         """The layout of prompts with their responses (two lists of B ints, the responses not empty): the
         response tokens are wanted."""
@@ -135,5 +135,4 @@ class Layout:
     @cached_property
     def filled(self) -> "Layout":
         """The same with one more sequence, which makes N a multiple of ``PRODUCT_ROW_MULTIPLE``."""
-        more = -len(self.row) % PRODUCT_ROW_MULTIPLE
-        return Layout([*self.lengths, more], device=self.row.device)
+        return Layout([*self.lengths, -len(self.row) % PRODUCT_ROW_MULTIPLE], device=self.row.device)

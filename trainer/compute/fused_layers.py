@@ -126,17 +126,23 @@ def attention_forward(
         out = past_key_values.attend(layer, layer.qkv(hidden_states), cos, sin, window)
     else:
         query, key, value = _heads(layer, hidden_states)
-        packing = kwargs.get("packing")
-        out = rotated_attention(query, key, value, cos, sin, packing, window, layer.scaling)
+        out = rotated_attention(query, key, value, cos, sin, kwargs.get("packing"), window, layer.scaling)
         if out is None:
             query = _rotate(query, cos, sin).transpose(1, 2)
             key = _rotate(key, cos, sin).transpose(1, 2)
             value = value.transpose(1, 2)
             if past_key_values is not None:
                 key, value = past_key_values.update(key, value, layer.layer_idx)
-            kwargs["scaling"] = layer.scaling
-            kwargs["sliding_window"] = window
-            out, _ = attention(layer, query, key, value, attention_mask, **kwargs)
+            out, _ = attention(
+                layer,
+                query,
+                key,
+                value,
+                attention_mask,
+                scaling=layer.scaling,
+                sliding_window=window,
+                **kwargs,
+            )
     return layer.o_proj(out.reshape((*hidden_states.shape[:-1], -1))), None
 
 
@@ -144,10 +150,10 @@ def _heads(layer, x):
     """Hidden states -> queries, keys and values [B, T, heads, dim], not rotated yet."""
     shape = (*x.shape[:-1], -1, layer.head_dim)
     if hasattr(layer, "qkv"):  # the sampler's copy computes the three at once
-        sizes = [n // layer.head_dim for n in layer.qkv.sizes]
-        query, key, value = (x.contiguous() for x in layer.qkv(x).view(shape).split(sizes, 2))
+        parts = layer.qkv(x).split(layer.qkv.sizes, -1)
     else:
-        query, key, value = (p(x).view(shape) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        parts = [p(x) for p in (layer.q_proj, layer.k_proj, layer.v_proj)]
+    query, key, value = (part.contiguous().view(shape) for part in parts)
     if hasattr(layer, "q_norm"):
         query = layer.q_norm(query)
         key = layer.k_norm(key)

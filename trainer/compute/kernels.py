@@ -28,7 +28,7 @@ from trainer.compute.precision import exact_products
 def kernels_of(device_type: str) -> ModuleType | None:
     """The kernels of this kind of device ("cpu", "cuda"), or None where they cannot be compiled or run."""
     if device_type == "cpu":
-        return cpu if cpu.library() is not None else None
+        return cpu if cpu.library() else None
     return _cuda() if device_type == "cuda" else None
 
 

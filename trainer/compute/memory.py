@@ -41,7 +41,7 @@ FULL = (
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that memory ran out, of the device or of the machine."""
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in FULL)
+    return any(text in str(error) for text in FULL)
 
 
 def attempt(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
@@ -81,16 +81,15 @@ def each_micro_batch(
     waiting = micro_batches(lengths, token_budget)
     if in_step:
         waiting = in_step.passes(waiting)
-    waiting.reverse()
     with phase(name, len(lengths), "sequences") as bar:
         while waiting:
-            rows = waiting.pop()
+            rows = waiting.pop(0)
             if in_step:
                 in_step.run(partial(work, rows))
             elif not attempt(work, rows)[0]:
                 if len(rows) == 1:
                     raise out_of_memory_error(lengths[rows[0]])
-                waiting += halves(rows)[::-1]
+                waiting = halves(rows) + waiting
                 continue
             bar.update(len(rows))
 

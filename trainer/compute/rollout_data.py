@@ -11,7 +11,7 @@ prompt_len + t - 1.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -79,10 +79,9 @@ class Rollout:
         places = send(torch.tensor(rows), device)
         picked: dict[str, Any] = {}
         for name, x in self.filled().items():
-            picked[name] = x[places]
             if x.dim() == 2:
-                width = layout.longest if name == "tokens" else layout.shape[1]
-                picked[name] = picked[name][:, :width]
+                x = x[:, : layout.longest if name == "tokens" else layout.shape[1]]
+            picked[name] = x[places]
         part = replace(self, **picked)
         part.layout = layout
         return part
@@ -95,8 +94,7 @@ class Rollout:
 
     def filled(self) -> dict[str, Any]:
         """-> {name: tensor} of the fields that are filled"""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: x for name, x in values.items() if isinstance(x, Tensor)}
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
 
 def join_rollouts(parts: Iterable[Rollout]) -> Rollout:

@@ -76,11 +76,9 @@ def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout) -> tuple[T
     extra = {"output_router_logits": True} if experts else {}
     row = layout.row
     position = layout.position
-    place: Any
     if backbone.config._attn_implementation == ATTENTION:
-        place = slice(len(row))
-        table: Any = backbone.get_input_embeddings()
-        more = rows_to_add(len(row), table.weight)
+        place: Any = slice(len(row))
+        more = rows_to_add(len(row), backbone.get_input_embeddings().weight)
         output = backbone(
             input_ids=F.pad(tokens[row, position], (0, more))[None],
             position_ids=F.pad(position, (0, more))[None],
@@ -219,9 +217,8 @@ def score_all(
         part = score(rollout.rows(rows))
         found.update(zip(rows, F.pad(part, (0, width - part.shape[-1])).unbind(-2), strict=True))
 
-    lengths = rollout.layout.lengths
     budget = max(token_budget, tokens_per_pass(rollout.tokens.device))
-    each_micro_batch(lengths, budget, fill, name, in_step)
+    each_micro_batch(rollout.layout.lengths, budget, fill, name, in_step)
     return torch.stack([found[row] for row in range(len(found))], -2)
 
 

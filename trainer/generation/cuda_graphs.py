@@ -64,7 +64,7 @@ class CudaGraphs:
     def warm_up(self, step: Step) -> None:
         """Run ``step`` on the stream of captures: kernels are compiled, and libraries allocate their memory.
         It must not wait for the GPU: RuntimeError if it does. The first step of all may, and runs again."""
-        side = capture_stream(torch.cuda.current_device())
+        side = capture_stream()
         current = torch.cuda.current_stream()
         side.wait_stream(current)
         try:
@@ -79,28 +79,27 @@ class CudaGraphs:
     def record(self, step: Step) -> Step:
         """Record ``step`` as a graph -> a function that replays it."""
         graph = torch.cuda.CUDAGraph()
-        side = capture_stream(torch.cuda.current_device())
-        pool = self.pool or torch.cuda.graph_pool_handle()
+        side = capture_stream()
         # Its mode: what other threads do meanwhile, such as nccl's, does not matter.
-        capture = torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local")
+        capture = torch.cuda.graph(graph, pool=self.pool, stream=side, capture_error_mode="thread_local")
         with torch.cuda.stream(side), capture:  # the stream goes back, even where a capture fails
             step()
-        self.pool = pool
+        self.pool = graph.pool()
         return graph.replay
 
 
 @cache
-def capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all captures and their warm-ups on this device (its number)."""
-    return torch.cuda.Stream(device)
+def capture_stream() -> torch.cuda.Stream:
+    """The stream of all captures and their warm-ups. A process computes on one device."""
+    return torch.cuda.Stream()
 
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
     """A context in which torch's operations raise RuntimeError where the host would wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():  # torch says that this mode does not notice every operation that waits
-        warnings.simplefilter("ignore")
+    # torch says that this mode does not notice every operation that waits.
+    with warnings.catch_warnings(action="ignore"):
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -8,6 +8,7 @@ prefilled into the slots behind. The sampled tokens do not depend on any of this
 sampling.py. What ends a response: stops.py.
 """
 
+from collections import defaultdict
 from functools import partial
 
 import torch
@@ -108,15 +109,12 @@ class Sampler:
                     bar.update(len(prompt_ids) - len(engine.waiting) - engine.live - bar.n)
             return engine
 
-        engine = None
         with torch.inference_mode():
-            while engine is None:
-                engine = attempt(run)[1]
-                if engine is None:
-                    self.release()  # before anything is built again, so that no two caches fill the memory
-                    if self.tried == 1:
-                        raise out_of_memory_error(width)
-                    self.slots = self.tried // 2
+            while (engine := attempt(run)[1]) is None:
+                self.release()  # before anything is built again, so that no two caches fill the memory
+                if self.tried == 1:
+                    raise out_of_memory_error(width)
+                self.slots = self.tried // 2
         rollout = engine.rollout()  # its tensors may take part in training
         check_finite(rollout.sampler_logprobs, self.copy.model.dtype, "the policy")
         return rollout
@@ -133,19 +131,6 @@ class Sampler:
             self.tried = min(self.slots, most, max(1, self.cache_bytes // sequence))
             self.engine = Engine(model, self.tried, sizes, ends, self.graphs)
         return self.engine
-
-
-def sample(
-    policy: PreTrainedModel,
-    prompt_ids: list[list[int]],
-    keys: Tensor,
-    eos_ids: list[int],
-    max_gen_len: int,
-    temperature: float,
-    slots: int = SLOTS,
-) -> Rollout:
-    """``Sampler.sample`` with a sampler for this one call, in the policy's own dtype."""
-    return Sampler(policy, policy.dtype, slots).sample(prompt_ids, keys, eos_ids, max_gen_len, temperature)
 
 
 class Engine:
@@ -208,15 +193,15 @@ class Engine:
         free = min(self.slots - self.live, len(self.waiting))
         if free < max(1, min(len(self.waiting), self.slots // COMPACT_AT) if self.live else 1):
             return
-        groups: dict[tuple[int, ...], list[int]] = {}  # {prompt: its rows}
+        groups = defaultdict(list)  # {prompt: its rows}
         for _ in range(free):
             row = self.waiting.pop()
-            groups.setdefault(tuple(self.prompt_ids[row]), []).append(row)
+            groups[tuple(self.prompt_ids[row])].append(row)
         prompts = list(groups)
         lengths = [len(prompt) for prompt in prompts]
         for index in micro_batches(lengths, tokens_per_pass(self.device)):
             self._prefill([prompts[i] for i in index], [groups[prompts[i]] for i in index])
-        self.longest = max(self.longest, max(lengths))
+        self.longest = max(self.longest, *lengths)
 
     def _prefill(self, prompts, groups):
         """Compute these prompts, and sample the first token of each row of their groups."""
@@ -231,26 +216,22 @@ class Engine:
         if again:
             self.cache.move(self.live + place, new, tokens.shape[1])
         lengths = lengths[place]
+        self.state[:, new] = 0
         self.row[new] = row
         self.position[new] = lengths - 1
-        self.count[new] = 0
-        self.begun[new] = 0
-        self.done[new] = 0
         self._sample_and_store(new, states[place, lengths - 1])
         self.live = new.stop
 
     def advance(self) -> None:
         """Decode the next token of every live sequence; on a GPU, ``STEPS_PER_CHECK`` tokens without waiting
         for it."""
-        steps = 1
-        rows = min(self.slots, self.live + -self.live % ROW_MULTIPLE)
-        if self.graphs.asynchronous:
-            steps = STEPS_PER_CHECK
-            rows = min(self.slots, self.live + -self.live % _bucket(self.live, 1, GRAPH_ROWS))
+        gpu = self.graphs.asynchronous
+        multiple = _bucket(self.live, 1, GRAPH_ROWS) if gpu else ROW_MULTIPLE
+        rows = min(self.slots, self.live + -self.live % multiple)
         least = self.cache.width if self.cache.fused else MIN_GRAPH_COLUMNS
-        for _ in range(steps):
+        for _ in range(STEPS_PER_CHECK if gpu else 1):
             self.longest = columns = min(self.longest + 1, self.cache.width)
-            if self.graphs.asynchronous:
+            if gpu:
                 columns = _bucket(columns, least, self.cache.width)
             key = (rows, columns, self.temperature, self.limit)
             self.graphs.run(key, partial(self._decode, rows, columns), self.state)
@@ -263,10 +244,9 @@ class Engine:
         self._sample_and_store(slice(0, rows), states)
 
     def _hidden_states(self, tokens, positions, masks):
-        output = self.model.base_model(
+        return self.model.base_model(
             input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=self.cache
-        )
-        return output.last_hidden_state
+        ).last_hidden_state
 
     def _sample_and_store(self, slots, states):
         """Sample a token for each of these n slots from its state [n, H], and store it. A response ends here:

@@ -140,12 +140,10 @@ class KVCache(Cache):
         """
         joint = joint.view(len(joint), -1, layer.head_dim)
         norms = [getattr(getattr(layer, name, None), "weight", None) for name in ("q_norm", "k_norm")]
-        eps = self.config.rms_norm_eps
-        keys = self.keys[layer.layer_idx]
-        values = self.values[layer.layer_idx]
         return self.kernels.decode_attention(
-            joint, cos, sin, norms, eps, self.positions, keys, values, window, layer.scaling
-        )
+            joint, cos, sin, norms, self.config.rms_norm_eps, self.positions,
+            self.keys[layer.layer_idx], self.values[layer.layer_idx], window, layer.scaling,
+        )  # fmt: skip
 
     def keeps(self, delta: Tensor, layer: int) -> bool:
         """Keep what this layer adds to the states as ``delta``, for the next one to add -> whether it is

@@ -79,7 +79,7 @@ class SamplerCopy:
         """Lay the weights out as products read them fastest: linear layers of a fused layer that have the
         same input are joined, and on a CPU all others are laid out too. ``places``: {name of a weight: the
         tensors that it is copied to}, more than one for a tied head on a CPU."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        names = {p: name for name, p in self.model.named_parameters()}
         self.places: dict[str, list[Tensor]] = defaultdict(list)
         self.joined: list[JoinedLinear] = []
 
@@ -89,7 +89,7 @@ class SamplerCopy:
             layer = JoinedLinear(weights, biases, on_cpu)
             self.joined.append(layer)
             for p, part in zip([*weights, *biases], layer.parts(), strict=True):
-                self.places[names[id(p)]].append(part)
+                self.places[names[p]].append(part)
             return layer
 
         # Not the linear layers: what has been joined goes, so that there are never two copies of all weights.
@@ -106,7 +106,7 @@ class SamplerCopy:
             if isinstance(module, MoEFeedForward):
                 module.all_in_steps = not on_cpu
         for p in self.model.parameters():
-            self.places[names[id(p)]].append(p.data)
+            self.places[names[p]].append(p.data)
 
     def unload(self) -> None:
         """Free the memory of all weights, which keep their shapes and views, until the next ``load``."""

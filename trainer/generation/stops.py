@@ -74,7 +74,7 @@ class StopStrings:
     def __init__(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.texts = texts
         self.tokenizer = tokenizer
-        stops = tuple(text.encode() for text in self.texts)
+        stops = tuple(text.encode() for text in texts)
         starts = sorted({stop[:end] for stop in stops for end in range(len(stop))}, key=len)
         states = {text: place for place, text in enumerate(starts)}
         count = len(states)  # the first of them is b""

@@ -62,7 +62,7 @@ def write_report(run: Run, folder: Path, health: Health, state: str) -> str:
     )
     with writing(folder):
         write_whole(folder / "summary.md", text)
-        write_whole(folder / "report.html", page.encode(errors="replace"))  # JSON may hold half a character
+        write_whole(folder / "report.html", page)
         draw_png(past, panels[:DRAWN], folder / "curves.png")
     return text
 

@@ -112,6 +112,8 @@ def decode_attention(
     groups, width = values.shape[1:3]
     heads -= 2 * groups
     out = joint.new_empty(n, heads, dim)
-    sizes = (n, heads, groups, dim, width, window or width, float(scale), float(eps))
-    call("decode_attention", *sizes, joint, cos, sin, *norms, positions, keys, values, out)
+    call(
+        "decode_attention", n, heads, groups, dim, width, window or width, scale, float(eps),
+        joint, cos, sin, *norms, positions, keys, values, out,
+    )  # fmt: skip
     return out

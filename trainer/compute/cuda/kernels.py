@@ -31,15 +31,17 @@ def check(device: str = "cuda") -> None:
     x = torch.linspace(-2, 2, 64, device=device).view(2, 32)
     half = x.to(dtype)
     each = x[:, 0].contiguous()
+    spare_half = half.clone()  # all may write to it: only the result of attention is looked at
+    spare_each = each.clone()
     ids = torch.zeros(2, dtype=torch.int64, device=device)
     parts = torch.empty(PARTS, 32, device=device)
-    over_rows("rms_norm", x, half, x[1], x.clone(), half.clone(), each.clone(), 1e-6)
-    over_rows("rms_norm_backward", x, x[1], each, half, x, x.clone(), half.clone(), parts)
-    over_rows("rotate", half, half, half, half.clone(), 1, 1.0)
-    over_rows("silu_mul", half, half, half.clone(), 32)
-    over_rows("silu_mul_backward", half, half, half, half.clone(), half.clone())
-    token_logprobs(x, ids, 1.0, each.clone(), each.clone(), each.clone())
-    over_rows("token_logprobs_backward", x, ids, each, each, each, each, half.clone(), 1.0)
+    over_rows("rms_norm", x, half, x[1], x.clone(), spare_half, spare_each, 1e-6)
+    over_rows("rms_norm_backward", x, x[1], each, half, x, x.clone(), spare_half, parts)
+    over_rows("rotate", half, half, half, spare_half, 1, 1.0)
+    over_rows("silu_mul", half, half, spare_half, 32)
+    over_rows("silu_mul_backward", half, half, half, spare_half, spare_half)
+    token_logprobs(x, ids, 1.0, spare_each, spare_each, spare_each)
+    over_rows("token_logprobs_backward", x, ids, each, each, each, each, spare_half, 1.0)
     noise = torch.zeros(2, 1, dtype=torch.float64, device=device)
     state = ids + torch.arange(2, device=device), ids.clone(), ids.clone(), ids.clone()
     sample_and_store(x, 1.0, noise, ids[:1], 1, state, (noise.long(), noise.float()))
@@ -109,7 +111,6 @@ def decode_attention(
     heads -= 2 * groups
     out = joint.new_empty(n, heads, dim)
     shared = heads // groups
-    rows = max(16, triton.next_power_of_2(shared))
     d = max(16, triton.next_power_of_2(dim))
     # 8 KiB of keys at once. Before the A100, Triton computes products without tensor cores. That needs
     # registers, so columns are few.
@@ -120,9 +121,10 @@ def decode_attention(
         number = 8
     launch(
         triton_kernels.decode_attention, (n, groups),
-        joint, cos, sin, norms[0], norms[1], positions, keys, values, out,
-        dim, width, window or width, float(scale), float(eps),
-        SHARED=shared, ROWS=rows, D=d, COLUMNS=columns, num_warps=number, num_stages=3,
+        joint, cos, sin, *norms, positions, keys, values, out,
+        dim, width, window or width, scale, float(eps),
+        SHARED=shared, ROWS=max(16, triton.next_power_of_2(shared)), D=d, COLUMNS=columns,
+        num_warps=number, num_stages=3,
     )  # fmt: skip
     return out
 
