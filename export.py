@@ -14,7 +14,7 @@ from trainer.flags import FlagParser, Flags
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Flags:
-    p = FlagParser(description=__doc__.split("\n\n")[0])
+    p = FlagParser(description=__doc__)
     add = p.add
     p.group("export")
     add("source", str, "a .pth, or a directory or hub name")

@@ -126,7 +126,7 @@ def to_rated(record: Record) -> tuple[list[Answered], float]:
 
 def is_rated(record: Record) -> bool:
     """Is the record one answer with a score? If not, it is taken for a pair."""
-    return "score" in record and not _is_pair(record)
+    return "score" in record and not is_pair(record)
 
 
 def keys_found(record: Record) -> str:
@@ -149,7 +149,8 @@ def _asked(record: Record) -> Any:
     return record.get("text") if asked is None else asked
 
 
-def _is_pair(record: Record) -> bool:
+def is_pair(record: Record) -> bool:
+    """Has the record two answers to compare?"""
     return {"chosen", "rejected"} <= record.keys()
 
 
@@ -170,7 +171,7 @@ def _prompt_and_answer(record: Record) -> tuple[Asked, str | None]:
         isinstance(said, str | int | float) or _is_turns(said)
     ):
         said = None  # something else beside a conversation, such as a list of accepted answers
-    if _is_pair(record):
+    if is_pair(record):
         prompt, answer = to_pair(record)[0][0]
     else:
         asked = _asked(record)

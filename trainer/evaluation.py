@@ -88,8 +88,7 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> StepLog:
                         solved = [any(right[i : i + count]) for i in range(0, len(right), count)]
                         metrics.add(f"eval/pass@{count}", sum(solved), len(solved))
                 parts = batch.scores
-                lengths = batch.rollout.response_len
-                measured = parts | {"length": lengths, "finished": batch.rollout.finished}
+                measured = parts | {"length": batch.rollout.response_len, "finished": batch.rollout.finished}
                 if "format" in parts:
                     measured["format_rate"] = parts["format"] > 0
                 if "judge" in parts and not kind:

@@ -108,15 +108,15 @@ def path(text: str) -> str:
 class FlagParser(argparse.ArgumentParser):
     """argparse with ranges, groups, constraints and one-line errors. ``flags``: {name: ``Flag``}.
 
-    common: names of the flags that people set, with spaces between them: ``--help`` shows these only. "":
-    all.
+    description: a script's docstring, of which ``--help`` shows the first paragraph. common: names of the
+    flags that people set, with spaces between them: ``--help`` shows these only. "": all.
     """
 
     def __init__(self, description: str, common: str = ""):
         self.flags: dict[str, Flag] = {}
         self.common = common.split()
         super().__init__(
-            description=description,
+            description=description.split("\n\n")[0],
             usage="%(prog)s [--flag value ...]",
             epilog=common and "--help shows the flags that people set, --help all shows all of them",
             allow_abbrev=False,

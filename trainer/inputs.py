@@ -14,12 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dataset.chat_template import (
-    load_thinking,
-    set_system_prompt,
-    set_template,
-    set_template_kwargs,
-)
+from dataset.chat_template import load_thinking, set_system_prompt, set_template, set_template_kwargs
 from dataset.formats import Keys
 from dataset.lm_dataset import LoggedAnswers, RLAIFDataset
 from errors import InputError
@@ -197,15 +192,18 @@ def choose_reasoning(
                 if not args.shard:  # else it need not fit on a GPU
                     actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
                 ids = [prompt.prompt_ids for prompt in first[:SAMPLED]]
-                seed = 0  # not --seed: rewards must not depend on it
-                keys = noise_keys(seed, FIRST_ANSWERS, range(len(ids)))
+                keys = noise_keys(
+                    0, FIRST_ANSWERS, range(len(ids))
+                )  # not --seed: rewards must not depend on it
                 rollout = sample(actor, ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
                 answers = tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
         answers = world.from_main(answers)
     args.reasoning = int(have_format(answers))
     count = sum(ANSWER in text for text in answers)
-    found = f"{count} of {len(answers)} first answers of {where} have {ANSWER}"
-    return f"format   --reasoning {args.reasoning}, as {found}"
+    return (
+        f"format   --reasoning {args.reasoning}, as {count} of {len(answers)} first answers of {where} have "
+        f"{ANSWER}"
+    )
 
 
 def have_format(answers: list[str]) -> bool:

@@ -69,8 +69,8 @@ class PpoRun(Run):
         self.world = world
         self.args = args = args.completed()
         self.actor, self.tokenizer, self.data, self.held_out, notes = load_inputs(args, world)
-        moe = "_moe" if is_moe(self.actor) else ""
-        self.result_path = Path(args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
+        size = f"{self.actor.config.hidden_size}{'_moe' * is_moe(self.actor)}"
+        self.result_path = Path(args.out_dir) / f"ppo_actor_{size}.pth"
         if Path(args.model).resolve() == self.result_path.resolve():
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"

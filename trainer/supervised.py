@@ -178,15 +178,13 @@ class SupervisedRun(Run):
 
     def about(self) -> str:
         args = self.args
-        size = self.model.num_parameters() / 1e6
-        kind = self.model.config.model_type
         lines = [
-            f"model    {args.model or 'random weights'}: {size:.2f}M parameters, {kind}",
+            f"model    {args.model or 'random weights'}: {self.model.num_parameters() / 1e6:.2f}M "
+            f"parameters, {self.model.config.model_type}",
             f"data     {args.data_path}: {self.data.dataset.describe()}",
         ]
         if self.held_out:
-            of_them = "" if args.eval_data_path else "of them "
-            lines[-1] += f", {len(self.held_out)} {of_them}held out"
+            lines[-1] += f", {len(self.held_out)} {'' if args.eval_data_path else 'of them '}held out"
         datasets = dict.fromkeys(part.dataset for part in (self.data, self.held_out) if part)
         lines += describe_texts(args, datasets)
         return "\n".join(filter(None, [*lines, self.note]))

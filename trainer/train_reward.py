@@ -36,7 +36,7 @@ from trainer.flags import (
 
 def flag_parser() -> FlagParser:
     """All flags: this stage's here, the others in flags.py."""
-    p = FlagParser(description=__doc__.split("\n\n")[0], common=STAGE_FLAGS)
+    p = FlagParser(description=__doc__, common=STAGE_FLAGS)
     add = p.add
     title = "model (without --model and --hidden_size: the demo's policy and pairs)"
     add_model_flags(p, title, "N: out/full_sft_N.pth")
@@ -55,11 +55,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import (
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from atomic_files import writing
 from dataset.formats import Keys
@@ -221,8 +217,9 @@ class RewardRun(SupervisedRun):
             result,
             "--reward_model",
             result,
+            "--data_path",
+            full_path(args.data_path),
         ]
-        words += ["--data_path", full_path(args.data_path)]
         if args.prompt_key:
             words += ["--prompt_key", args.prompt_key]
         use = self.command("trainer/train_ppo.py", *words)

@@ -41,7 +41,7 @@ LAYERS = 4
 
 def flag_parser() -> FlagParser:
     """All flags: this stage's here, the others in flags.py."""
-    p = FlagParser(description=__doc__.split("\n\n")[0], common=STAGE_FLAGS)
+    p = FlagParser(description=__doc__, common=STAGE_FLAGS)
     add_model_flags(
         p,
         "model (without --model: random weights of these sizes)",
@@ -115,8 +115,8 @@ class SftRun(SupervisedRun):
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         args = self.args
         check_ends(self.data[0], self.tokenizer, policy)
-        moe = "_moe" if is_moe(policy) else ""
-        self.result_path = Path(args.out_dir) / f"full_sft_{policy.config.hidden_size}{moe}.pth"
+        size = f"{policy.config.hidden_size}{'_moe' * is_moe(policy)}"
+        self.result_path = Path(args.out_dir) / f"full_sft_{size}.pth"
         self.hf_dir = Path(args.hf_dir or self.result_path.with_suffix(""))
         if args.hidden_size and not (args.model or args.resume) and self.result_path.exists():
             raise InputError(

@@ -41,8 +41,7 @@ class Best:
 
     def follows(self, earlier: "Best") -> bool:
         """Whether evaluations to come can be compared with an earlier one, or there will be none."""
-        same = self.source == earlier.source and self.metric in ("", earlier.metric)
-        return same or not self.source
+        return not self.source or (self.source == earlier.source and self.metric in ("", earlier.metric))
 
     def describe(self, file: str | Path) -> str:
         """Words on this file; "" without evaluations."""

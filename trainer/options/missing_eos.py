@@ -45,5 +45,7 @@ def choose_penalty(run: Any, logger: Any) -> None:
     reward.missing_eos_penalty = penalty
     with world.all_or_none():  # the disk may be full
         logger.keep_choice("missing_eos_penalty", penalty)
-    why = f"the scores of {count} responses have the standard deviation {spread:.2g}"
-    logger.say(f"penalty  {penalty:g} for a response that does not end (--missing_eos_penalty): {why}")
+    logger.say(
+        f"penalty  {penalty:g} for a response that does not end (--missing_eos_penalty): the scores of "
+        f"{count} responses have the standard deviation {spread:.2g}"
+    )

@@ -31,7 +31,7 @@ import re
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -210,8 +210,9 @@ class Reward:
         raws = {name: raw.parts[name] for name in limited if name in raw.parts}
         if world:
             for name, x in raws.items():
-                before = self.running.get(name, RunningStats())
-                self.running[name] = sum(world.gather(RunningStats.of(x)), before)
+                self.running[name] = sum(
+                    world.gather(RunningStats.of(x)), self.running.get(name, RunningStats())
+                )
         parts = raw.parts | {name: self._clipped(name, x) for name, x in raws.items()}
         for name, (_, weight) in self.models.items():
             whole = self._clipped(name, raw.parts[name])
@@ -240,7 +241,7 @@ class Reward:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: {part: {"count": …, "mean": …, "squares": …}}, and the penalty."""
-        running = {part: asdict(stats) for part, stats in self.running.items()}
+        running = {part: vars(stats) for part, stats in self.running.items()}
         return {"missing_eos_penalty": self.missing_eos_penalty, **running}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -293,8 +294,10 @@ def finite(flag: str, scores: Tensor | list[float], texts: list[str]) -> Tensor:
     scores = torch.as_tensor(scores, dtype=torch.float32)
     for score, text in zip(scores.tolist(), texts, strict=True):
         if not math.isfinite(score):
-            shown = json.dumps(text, ensure_ascii=False)[:80]
-            raise InputError(f"{flag}: the score {score} for the response {shown}; scores must be finite")
+            raise InputError(
+                f"{flag}: the score {score} for the response {json.dumps(text, ensure_ascii=False)[:80]}; "
+                "scores must be finite"
+            )
     return scores
 
 
@@ -307,11 +310,10 @@ def load_reward(
 ) -> Reward:
     """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for; of_run: what
     else (``names_of_run``)."""
-    # Before the models, which take long.
-    function = load_reward_function(args.reward_fn, *datasets, of_run=of_run)
     return Reward(
+        # Before the models, which take long.
+        function=load_reward_function(args.reward_fn, *datasets, of_run=of_run),
         models=load_reward_models(args.reward_model, args, device, dtype),
-        function=function,
         server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,
         reasoning=args.reasoning,
         normalize=args.normalize_reward,
@@ -332,14 +334,13 @@ def load_judge(
     device: torch.device,
     dtype: torch.dtype,
     held_out: RecordDataset | None,
-    of_run: Collection[str] = (),
+    of_run: Collection[str],
 ) -> Judge:
     """Flags -> the ``Judge`` of the run. held_out: the records that its function may ask for; of_run: as of
     ``load_reward``. Raises InputError as that does, with the names of these flags."""
-    function = load_reward_function(args.eval_reward_fn, held_out, of_run=of_run)
     return Judge(
+        function=load_reward_function(args.eval_reward_fn, held_out, of_run=of_run),
         models=load_reward_models(args.eval_reward_model, args, device, dtype),
-        function=function,
         timeout=args.reward_timeout,
         whole=bool(args.reasoning),
     )

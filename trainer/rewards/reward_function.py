@@ -98,8 +98,11 @@ def wanted(function: RewardFunction) -> dict[str, Parameter]:
             "--reward_fn: the function is called with prompts, responses, answers, so its first three "
             f"parameters must be these, in this order; they are ({', '.join(names)[:100]})"
         )
-    parameters = signature.parameters.items()
-    return {name: p for name, p in parameters if name not in given and p.kind != p.VAR_POSITIONAL}
+    return {
+        name: p
+        for name, p in signature.parameters.items()
+        if name not in given and p.kind != p.VAR_POSITIONAL
+    }
 
 
 def must_have(p: Parameter) -> bool:
@@ -148,8 +151,9 @@ def call_reward_function(
     prompts = [prompt.prompt for prompt in request.prompts]
     answers = [prompt.answer for prompt in request.prompts]
     # A copy, so that the function may change its arguments.
-    asked = copy.deepcopy((prompts, request.responses, answers, arguments(function, request)))
-    prompts, responses, answers, more = asked
+    prompts, responses, answers, more = copy.deepcopy(
+        (prompts, request.responses, answers, arguments(function, request))
+    )
     try:
         with time_limit(seconds):
             returned = function(prompts, responses, answers, **more)

@@ -92,8 +92,8 @@ def _write_states(folder: Path, run: Run) -> None:
         else:
             state[name] = kept
     (folder / "state.json").write_text(json.dumps(state), "utf-8")
-    lines = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
-    (folder / SUMS).write_bytes("".join(lines).encode())  # sha256sum reads no other ends of lines
+    lines = "".join(f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir()))
+    (folder / SUMS).write_bytes(lines.encode())  # sha256sum reads no other ends of lines
     for path in folder.iterdir():
         sync(path)
 

@@ -73,9 +73,9 @@ class World:
     def lost_contact(self, error: RuntimeError) -> SystemExit:
         """-> what ends this process where the connection to another one broke. torchrun prints which process
         ended first, and why."""
-        reason = first_line(error)[:120]
         return SystemExit(
-            f"error: process {self.rank} lost contact with the others ({reason}); go on with --resume"
+            f"error: process {self.rank} lost contact with the others ({first_line(error)[:120]}); go on "
+            "with --resume"
         )
 
     @contextmanager
@@ -107,7 +107,7 @@ class World:
             return
         sums = {name: bits_in_order(module) for name, module in modules.items()}
         everyone = self.gather(sums)
-        if any(other != sums for other in everyone):
+        if everyone != [sums] * self.size:
             raise SystemExit(
                 f"error: processes hold different weights, nothing is saved; checksums by rank: {everyone}"
             )
@@ -197,9 +197,7 @@ def store_of_attempt(store: dist.Store) -> dist.Store:
 def share_of(items: Sequence[T], world: World) -> list[T]:
     """This process' share of a dataset's items. Where there are too few to share, every process takes all,
     which gives the same means."""
-    if len(items) < world.size:
-        return list(items)
-    return list(items[world.rank :: world.size])
+    return list(items if len(items) < world.size else items[world.rank :: world.size])
 
 
 def batches_of(count: int, size: int, world: World) -> list[list[int]]:

@@ -9,7 +9,7 @@ run that goes on with such steps, and adapts the scale of fp16's losses (compute
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -129,13 +129,12 @@ def clip_gradients(model: nn.Module, largest: float) -> float:
     return norm.item()
 
 
-def note_steps(run: Run, steps: Iterable[Step]) -> None:
+def note_steps(run: Run, steps: Sequence[Step]) -> None:
     """Take note of a minibatch's ``Step`` of each model that had one, once: adapt the loss scale, which the
     models share, and count. ``MAX_BAD_STEPS`` minibatches in a row with a step that was not finite end the
     run (SystemExit). One does not count if the loss scale of fp16 was too large for it and could be lowered.
     """
     progress = run.progress
-    steps = list(steps)
     bad = sum(not step.finite for step in steps)
     # The loss is computed without the scale: if it is not finite, a lower scale does not help.
     lowered = all(math.isfinite(step.loss) for step in steps) and run.loss_scale.adapt(not bad)

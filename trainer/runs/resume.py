@@ -78,9 +78,8 @@ class RunFolder:
         try:
             self._held.acquire(timeout=0)
         except Timeout:
-            holder = named.read_text("utf-8")
             raise InputError(
-                f"{self.path} is in use by {holder}; stop that process or name another run"
+                f"{self.path} is in use by {named.read_text('utf-8')}; stop that process or name another run"
             ) from None
         named.write_text(f"process {os.getpid()} on {platform.node()}", "utf-8")
 

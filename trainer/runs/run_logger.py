@@ -112,8 +112,8 @@ class RunLogger:
         except BrokenPipeError:  # the reader has ended (| head); the run continues without output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def introduce(self, about: str) -> None:
-        """Print the folder's notes, what the run is made of (``about``), its size and where it starts."""
+    def introduce(self) -> None:
+        """Print the folder's notes, what the run is made of, its size and where it starts."""
         run = self.run
         world = run.world
         for note in self.folder.notes:
@@ -123,7 +123,7 @@ class RunLogger:
                 "note: no C compiler (CC, or cc) compiles trainer/compute/cpu: all works, but slower; get gcc"
             )
         self.say(
-            f"{about}\nrun      {run.total_steps} steps of {run.args.batch_size * world.size} "
+            f"{run.about()}\nrun      {run.total_steps} steps of {run.args.batch_size * world.size} "
             f"{run.display.unit}, {world.size} x {world.device.type} in {run.dtype}, in {self.folder.path}"
         )
         if self.folder.checkpoint:
@@ -180,8 +180,10 @@ class RunLogger:
         except InputError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            self.say(f"note: report.html cannot be made ({reason}); report it on the project's issue page")
+            self.say(
+                f"note: report.html cannot be made ({type(error).__name__}: {first_line(error)}); report it "
+                "on the project's issue page"
+            )
         end = time.perf_counter()
         self._report_due = end + SHARE * (end - start)
         return text

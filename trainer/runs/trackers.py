@@ -14,7 +14,6 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def start_tensorboard(folder: Path, known: dict[str, Any], step: int) -> Started
             self.flush()  # else it would be two minutes behind
 
     writer = TensorBoard(str(folder / "tensorboard"), purge_step=step and step + 1)
-    return writer, partial(textwrap.indent, prefix="    ")  # as it is, in Markdown
+    return writer, lambda text: textwrap.indent(text, "    ")  # as it is, in Markdown
 
 
 def start_wandb(folder: Path, known: dict[str, Any], step: int) -> Started:
@@ -60,8 +59,8 @@ def start_wandb(folder: Path, known: dict[str, Any], step: int) -> Started:
     import wandb
 
     known["mode"] = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-    settings = wandb.Settings(console="off")  # the output is the run's own
-    run = wandb.init(**known, dir=str(folder), settings=settings)
+    # The output is the run's own.
+    run = wandb.init(**known, dir=str(folder), settings=wandb.Settings(console="off"))
     return run, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>")
 
 
@@ -123,7 +122,9 @@ def add_flags(add: Callable[..., None]) -> None:
 
 def wanted(args: Namespace) -> list[str]:
     """The names of the trackers that the flags ask for. InputError if a package is missing."""
-    names = {*args.tracker, *(["swanlab"] if args.use_wandb else [])} - {"none"}
+    names = set(args.tracker) - {"none"}
+    if args.use_wandb:
+        names.add("swanlab")
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"--tracker {name}: needs {name}; pip install {name}")
