@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.source), args.trust_remote_code)
     check_tokenizer(tokenizer, model)
     dtype = getattr(torch, args.dtype)
-    with writing(args.target), quiet():
+    with quiet():
         if args.target.endswith(".pth"):
             save_policy(model, tokenizer, args.target, dtype)
         else:
@@ -107,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             model.generation_config.eos_token_id = eos_ids(tokenizer, model)
             model.generation_config.pad_token_id = tokenizer.pad_token_id
             save_directory(model, tokenizer, args.target, dtype)
-            write_whole(Path(args.target) / "README.md", card(model, tokenizer, args))
+            with writing(args.target):
+                write_whole(Path(args.target) / "README.md", card(model, tokenizer, args))
     print(f"{args.target}: {type(model).__name__}, {model.num_parameters():,} parameters in {args.dtype}")
 
 

@@ -94,16 +94,6 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
     return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
 
 
-def record_batches(
-    n: int, seed: int, steps: range, size: int, positions: list[int], answers: int
-) -> Iterator[list[int]]:
-    """For a DataLoader's ``batch_sampler``: this process' dataset indices of each step, each prompt named
-    once. size: prompts of a global batch; positions: ``local_positions`` of their answers."""
-    for step in steps:
-        batch = global_batch(n, seed, step, size)
-        yield [batch[position // answers] for position in positions[::answers]]
-
-
 @contextmanager
 def record_loader(
     dataset: Dataset[Item], order: Iterable[list[int]], num_workers: int

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atomic_files import writing
 from dataset.lm_dataset import LoggedPairs, RLAIFDataset
 from errors import InputError
 from model.critic import CriticModel
@@ -274,8 +273,7 @@ class PpoRun(Run):
 
     def save_actor(self, path: Path) -> None:
         """Write the actor as ``path`` and the folder beside it."""
-        with writing(path):
-            save_policy(self.actor, self.tokenizer, path, state=self.state)
+        save_policy(self.actor, self.tokenizer, path, state=self.state)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

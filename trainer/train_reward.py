@@ -57,7 +57,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from atomic_files import writing
 from dataset.formats import Keys
 from dataset.lm_dataset import PreferenceDataset
 from model.loading import is_moe
@@ -202,8 +201,7 @@ class RewardRun(SupervisedRun):
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
 
     def save_result(self) -> None:
-        with writing(self.hf_dir):
-            save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.zero.mean)
+        save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.zero.mean)
 
     def results(self) -> str:
         """Where the result is, and the command for PPO. The result's tokenizer has what the flags have made

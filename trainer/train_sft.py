@@ -61,7 +61,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from atomic_files import writing
 from dataset.lm_dataset import SFTDataset
 from model.loading import check_ends, is_moe
 from model.model_minimind import MiniMindConfig, plain_config
@@ -148,10 +147,8 @@ class SftRun(SupervisedRun):
         return means | {"eval/perplexity": math.exp(min(means["eval/loss"], 700.0))}
 
     def save_result(self) -> None:
-        with writing(self.result_path):
-            save_policy(self.model, self.tokenizer, self.result_path)
-        with writing(self.hf_dir):
-            save_directory(self.model, self.tokenizer, self.hf_dir)
+        save_policy(self.model, self.tokenizer, self.result_path)
+        save_directory(self.model, self.tokenizer, self.hf_dir)
 
     def results(self) -> str:
         talk = self.command("chat.py", "--model", self.result_path)

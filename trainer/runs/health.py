@@ -58,11 +58,12 @@ class Past:
     def __init__(self, args: dict[str, Any]) -> None:
         self.args = args
         self.facts: dict[str, Any] = args.get("facts", {})
-        self.usual: dict[str, list[float]] = TABLE["usual"] | TABLE["usual_with"].get(
-            args.get("policy_loss"), {}
-        )
-        for name, rate in self.facts.get("suited", {}).items():
-            self.usual[name] = [rate / FAR, rate * FAR, rate]
+        suited = self.facts.get("suited", {})
+        self.usual: dict[str, list[float]] = {
+            **TABLE["usual"],
+            **TABLE["usual_with"].get(args.get("policy_loss"), {}),
+            **{name: [rate / FAR, rate * FAR, rate] for name, rate in suited.items()},
+        }
         self.step = 0  # of the newest record
         self.trained = 0  # how many steps were trained
         self.values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))

@@ -114,8 +114,8 @@ class Trackers:
 
 def add_flags(add: Callable[..., None]) -> None:
     """Declare the flags of trackers, as in trainer/flags.py."""
-    choices = ["none", *TRACKERS]
-    add("--tracker", [], "also log there; several work", nargs="*", choices=choices, may_change=True)
+    known = ["none", *TRACKERS]
+    add("--tracker", [], "also log there; several work", nargs="*", choices=known, may_change=True)
     add("--use_wandb", bool, "MiniMind's name for --tracker swanlab", may_change=True)
     add("--wandb_project", "small-lm-ppo", "project in SwanLab and wandb", may_change=True)
 
