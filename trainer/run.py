@@ -219,10 +219,6 @@ class PpoRun(Run):
             modules["old_actor"] = self.old_actor
         return modules
 
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        return {f"{name}_optimizer": learner.optimizer for name, learner in self.learners.items()}
-
     def _optimizer(self, model: nn.Module, peak: float) -> torch.optim.Optimizer:
         """AdamW for what trains of a model, without weight decay. Sharded parameters are their own group."""
         groups = [{"params": part} for part in sharded_and_whole(trained(model)) if part]
@@ -315,10 +311,9 @@ class PpoRun(Run):
         return self.best.describe(WEIGHTS)
 
     def results(self) -> str:
-        best = self.best
         words = ""
-        if best.value is not None:
-            words = f"best     {best.describe(self.folder / WEIGHTS)}\n"
+        if best := self.best.describe(self.folder / WEIGHTS):
+            words = f"best     {best}\n"
         words += f"average  {self.folder / AVERAGE} (--ema_beta)\n" if self.ema.batches else ""
         talk = self.command("chat.py", "--model", self.result_path)
         return f"model    {self.result_path}\n{words}talk     {talk}"

@@ -26,6 +26,7 @@ from dataset.formats import Keys
 from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.loading import load_policy, most_positions
+from model.lora import trained
 from trainer.about_run import describe_texts
 from trainer.compute.batching import tokens_per_pass
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
@@ -95,7 +96,7 @@ class SupervisedRun(Run):
         prepare_training(self.model.base_model, args.gradient_checkpointing)
         _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.model)})
         args.freeze()
-        parameters = [p for p in self.trained.parameters() if p.requires_grad]
+        parameters = trained(self.trained)
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -151,10 +152,6 @@ class SupervisedRun(Run):
     @property
     def modules(self) -> dict[str, nn.Module]:
         return {"model": self.model}
-
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        return {"optimizer": self.learners["model"].optimizer}
 
     def loss_counts(self, items: Items) -> list[float]:
         """Numbers by which losses are divided, once summed over processes."""

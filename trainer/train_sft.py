@@ -18,7 +18,6 @@ loop.py. Stopping, resuming and faults: docs/reliability.md.
 
 import math
 import sys
-from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,6 +113,7 @@ class SftRun(SupervisedRun):
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         args = self.args
         check_ends(self.data[0], self.tokenizer, policy)
+        self.scorer = PolicyScorer(policy, self.dtype)
         size = f"{policy.config.hidden_size}{'_moe' * is_moe(policy)}"
         self.result_path = Path(args.out_dir) / f"full_sft_{size}.pth"
         self.hf_dir = Path(args.hf_dir or self.result_path.with_suffix(""))
@@ -127,11 +127,6 @@ class SftRun(SupervisedRun):
     def loss_counts(self, items: Items) -> list[float]:
         """[learned tokens, conversations]. A conversation's first token never counts: nothing predicts it."""
         return [sum(sum(mask[1:]) for _, mask in items), len(items)]
-
-    @cached_property
-    def scorer(self) -> PolicyScorer:
-        """Computes the log-probs of what is learned."""
-        return PolicyScorer(self.model, self.dtype)
 
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
         tokens, conversations = totals

@@ -113,11 +113,6 @@ class Run(ABC):
         """{file name: what a checkpoint has the weights of}"""
 
     @property
-    @abstractmethod
-    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
-        """{file name: what a checkpoint has the moments of}"""
-
-    @property
     def positions(self) -> list[int]:
         """The positions of this process' rows in the global batch (``local_positions``)."""
         return local_positions(self.args.batch_size, self.world.rank, self.world.size, self.answers)

@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,8 +84,8 @@ def backward(run: Run, sources: list[GradientSource], token_budget: int) -> Metr
 
 def forget_gradients(run: Run) -> None:
     """Discard the gradients of all models."""
-    for optimizer in run.optimizers.values():
-        optimizer.zero_grad()
+    for learner in run.learners.values():
+        learner.optimizer.zero_grad()
 
 
 # --------------------------------------------------------------------------------------------------- steps
@@ -182,34 +182,32 @@ class AdamWInHalf(AdamW):
         """One step with the present gradients. A parameter without a gradient is left alone."""
         trained = [(p, group) for group in self.param_groups for p in group["params"]]
         for number, (p, group) in enumerate(trained):
-            if p.grad is not None:
-                self._step_of(p, p.grad, group, number)
-
-    def _step_of(self, p: nn.Parameter, grad: Tensor, group: dict[str, Any], number: int) -> None:
-        state = self.state[p]
-        if not state:
-            state |= zero_moments(self, p)
-        state["step"] += 1
-        step = int(state["step"])
-        rate = group["lr"]
-        beta1, beta2 = group["betas"]
-        size = CHUNK[p.device.type]
-        chunks = [
-            local_part(x).view(-1).split(size) for x in (p, grad, state["exp_avg"], state["exp_avg_sq"])
-        ]
-        # All chunks use the same bits, because drawing them costs more than the rest.
-        random = torch.Generator(p.device).manual_seed(zlib.crc32(f"{self.seed} {step} {number}".encode()))
-        bits = torch.randint(
-            1 << 16, chunks[0][0].shape, generator=random, dtype=torch.int32, device=p.device
-        )
-        for weight, g, first, second in zip(*chunks, strict=True):
-            m = first.float().lerp_(g, 1 - beta1)
-            v = second.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
-            first.copy_(m)
-            weight.mul_(1 - rate * group["weight_decay"])
-            root = v.sqrt().mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
-            weight.addcdiv_(m, root, value=-rate / (1 - beta1**step))
-            second.copy_(rounded_at_random(v, bits[: len(v)]))
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                state |= zero_moments(self, p)
+            state["step"] += 1
+            step = int(state["step"])
+            rate = group["lr"]
+            beta1, beta2 = group["betas"]
+            tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
+            chunks = [local_part(x).view(-1).split(CHUNK[p.device.type]) for x in tensors]
+            # All chunks use the same bits, because drawing them costs more than the rest.
+            random = torch.Generator(p.device).manual_seed(
+                zlib.crc32(f"{self.seed} {step} {number}".encode())
+            )
+            bits = torch.randint(
+                1 << 16, chunks[0][0].shape, generator=random, dtype=torch.int32, device=p.device
+            )
+            for weight, g, first, second in zip(*chunks, strict=True):
+                m = first.float().lerp_(g, 1 - beta1)
+                v = second.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
+                first.copy_(m)
+                weight.mul_(1 - rate * group["weight_decay"])
+                root = v.sqrt().mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
+                weight.addcdiv_(m, root, value=-rate / (1 - beta1**step))
+                second.copy_(rounded_at_random(v, bits[: len(v)]))
 
 
 def zero_moments(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
