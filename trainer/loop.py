@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from dataset.data_order import global_batch, record_loader
 from errors import InputError
@@ -37,7 +36,7 @@ def build_and_train(
     build: Callable[[Flags, World], Run],
     given: Flags,
     argv: Sequence[str] | None,
-    collect: Callable[..., Any],
+    collect: Callable,
     learn: Callable[..., StepLog],
     evaluate: Callable[..., StepLog],
 ) -> None:

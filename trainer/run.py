@@ -4,9 +4,9 @@ It is made of what ``load_inputs`` (inputs.py) has loaded; train_ppo.py trains i
 what they start from: models.py.
 """
 
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class PpoRun(Run):
         # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
         self.names_of_run = of_run = names_of_run(self.data, self.held_out)  # that functions may ask for
         self.judge = load_judge(args, place, self.dtype, self.held_out, of_run)
-        self.reward = Reward(reasoning=False)
+        self.reward = Reward()
         if not args.offline_data_path:
             self.reward = load_reward(args, place, self.dtype, self.data, self.held_out, of_run=of_run)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
@@ -179,9 +179,11 @@ class PpoRun(Run):
         learner = self.learners["actor"]
         self.best = first_best(self) if self.held_out else Best()
         if args.offline_data_path:
-            judged = args.eval_reward_fn or args.eval_reward_model
-            compared = self.best.metric or ("judge" if judged else "accuracy")
-            self.display = displays.offline(bool(self.held_out_pairs) or not self.held_out, compared)
+            self.display = displays.OFFLINE
+            if self.held_out and not self.held_out_pairs:  # answers to its prompts are compared
+                judged = args.eval_reward_fn or args.eval_reward_model
+                best = self.best.metric.removeprefix("eval/") or ("judge" if judged else "accuracy")
+                self.display = replace(displays.OFFLINE, tested="prompts", best=best)
         self.advantage_scale = AdvantageScale()
         self.kl = KlTarget(args, learner, args.batch_size * self.world.size)
         self.ema = Ema(learner, args.ema_beta)
@@ -319,7 +321,7 @@ class PpoRun(Run):
         return f"model    {self.result_path}\n{words}talk     {talk}"
 
 
-def shares_reward_models(args: Namespace) -> bool:
+def shares_reward_models(args: Flags) -> bool:
     """Whether ``--shard 1`` shards reward models too. Not with --filter_groups, where processes call them
     unequally often and would wait for each other; nor code from outside: it may use weights otherwise."""
     return not (args.filter_groups or args.trust_remote_code)

@@ -5,7 +5,6 @@ else: its gradient points the same way in every response. So the policy answers 
 and the penalty is the standard deviation of their scores without it. It stays the same for the whole run.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from dataset.data_order import global_batch
@@ -30,7 +29,7 @@ def choose_penalty(run: Any, logger: Any) -> None:
         return
     count = min(RESPONSES, args.batch_size * world.size)
     places = global_batch(len(run.data), args.seed, 0, count)
-    mine: Sequence[int] = share_of(range(count), world)
+    mine = share_of(range(count), world)
     with world.all_or_none():
         prompts = [run.data[places[i]] for i in mine]
     keys = noise_keys(args.seed, PROBE_STEP, mine)

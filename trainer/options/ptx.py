@@ -7,7 +7,6 @@ It is InstructGPT's "PPO-ptx" (Ouyang et al. 2022, arXiv:2203.02155, eq. 2). Eac
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,7 +60,7 @@ class Ptx:
         """What optimizer step ``number`` of the actor learns from the demonstrations."""
         items = self.items[number]
 
-        def loss_of(rows: Sequence[int]) -> tuple[Tensor, Metrics]:
+        def loss_of(rows: list[int]) -> tuple[Tensor, Metrics]:
             metrics = Metrics()
             logprobs, balance = score_learned([items[row] for row in rows], scorer)
             metrics.add("policy/ptx_loss", -logprobs.sum(), len(logprobs))

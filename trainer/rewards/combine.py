@@ -121,7 +121,7 @@ class Reward:
     models: dict[str, tuple[RewardModel, float]] = field(default_factory=dict)  # {part: (model, weight)}
     function: RewardFunction | None = None  # the user's
     server: RewardServer | None = None
-    reasoning: bool = True
+    reasoning: bool = False
     normalize: bool = False
     # None until ``PpoRun.begin`` has chosen it (options/missing_eos.py): no response pays it
     missing_eos_penalty: float | None = 0.0
@@ -263,13 +263,10 @@ def named_as_evaluation() -> Iterator[None]:
         raise
 
 
-@dataclass(eq=False)
 class Judge(Reward):
     """The evaluation reward of a run; without any model or function it has no scores. Its scores are taken as
     they are, neither clipped nor normalised. Its models see a thought only with ``--reasoning 1``, as those
     that train."""
-
-    reasoning: bool = False
 
     @named_as_evaluation()
     def raw_scores(self, request: Request) -> RawScores:

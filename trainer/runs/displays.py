@@ -91,11 +91,3 @@ OFFLINE = replace(PPO, **TABLE["offline"])
 SFT = display_of(TABLE["sft"])
 PAIRS = display_of(TABLE["pairs"])
 RATINGS = display_of(TABLE["ratings"])
-
-
-def offline(pairs: bool, best: str) -> Display:
-    """The display of offline PPO. pairs: whether some are held out; without any, ``best`` is compared,
-    "eval/…" or "", which the answers to held-out prompts have."""
-    if pairs or not best:
-        return OFFLINE
-    return replace(OFFLINE, tested="prompts", best=best.removeprefix("eval/"))
