@@ -20,7 +20,6 @@ from trainer.generation.sampling import noise_keys
 from trainer.options.offline import logged_rollout
 from trainer.rewards.rules import is_correct
 from trainer.runs.displays import Row, StepLog
-from trainer.runs.distributed import batches_of
 from trainer.runs.metrics import Metrics
 from trainer.step_metrics import answer_rows
 
@@ -58,7 +57,7 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> StepLog:
     args = run.args
     metrics = Metrics()
     mine: dict[int, Row] = {}
-    batches = batches_of(len(held_out), max(1, BATCH // args.num_generations), run.world)
+    batches = run.world.batches_of(len(held_out), max(1, BATCH // args.num_generations))
     total = (args.num_generations + 1) * sum(map(len, batches))
     with sampling_from(run, run.actor), phase("evaluation", total, "responses") as bar:
         for places in batches:
@@ -120,7 +119,7 @@ def evaluate_pairs(run: "PpoRun", pairs: LoggedPairs) -> dict[str, float]:
     metrics = Metrics()
     temperature = run.args.temperature
     with run.world.all_or_none(), run.host.on_device(run.ref):
-        for places in batches_of(len(pairs), PAIRS, run.world):
+        for places in run.world.batches_of(len(pairs), PAIRS):
             found = [pairs[place] for place in places or [0]]
             rollout = logged_rollout([answer for pair in found for answer in pair], run.world.device)
             actor, _ = score_policy(rollout, run.scorers["actor"], temperature)

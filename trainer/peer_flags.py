@@ -246,13 +246,8 @@ def _rows(table: str) -> list[str]:
     return [row for row in rows if row]
 
 
-PEER_FLAGS = {}  # their flag -> ours
-VALUES = {}  # their flag -> the value that ours has then
-for _row in _rows(_CALLED):
-    _theirs, _ours, *_value = _row.split(maxsplit=2)
-    PEER_FLAGS[_theirs] = _ours
-    if _value:
-        VALUES[_theirs] = _value[0]
+# their flag -> [ours, and where it is another one the value that ours has then]
+PEER_FLAGS = {theirs: ours for theirs, *ours in (row.split(maxsplit=2) for row in _rows(_CALLED))}
 
 NOT_HERE: dict[str, str] = {}  # their flag -> what to do instead
 for _row in _rows(_NOT_HERE):

@@ -4,6 +4,7 @@ It is made of what ``load_inputs`` (inputs.py) has loaded; train_ppo.py trains i
 what they start from: models.py.
 """
 
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -321,7 +322,7 @@ class PpoRun(Run):
         return f"model    {self.result_path}\n{words}talk     {talk}"
 
 
-def shares_reward_models(args: Flags) -> bool:
+def shares_reward_models(args: Namespace) -> bool:
     """Whether ``--shard 1`` shards reward models too. Not with --filter_groups, where processes call them
     unequally often and would wait for each other; nor code from outside: it may use weights otherwise."""
     return not (args.filter_groups or args.trust_remote_code)

@@ -36,7 +36,7 @@ from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.displays import StepLog
-from trainer.runs.distributed import World, share_of
+from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import gradients_that_fit, make_optimizer, note_steps, step_if_finite
 from trainer.runs.resume import short_hash, weights_hash
@@ -182,8 +182,8 @@ class SupervisedRun(Run):
         ]
         if self.held_out:
             lines[-1] += f", {len(self.held_out)} {'' if args.eval_data_path else 'of them '}held out"
-        datasets = dict.fromkeys(part.dataset for part in (self.data, self.held_out) if part)
-        lines += describe_texts(args, datasets)
+        parts = filter(None, (self.data, self.held_out))
+        lines += describe_texts(args, dict.fromkeys(part.dataset for part in parts))
         return "\n".join(filter(None, [*lines, self.note]))
 
 
@@ -229,7 +229,7 @@ def evaluate(run: SupervisedRun) -> StepLog:
     sums = Metrics()
     world = run.world
     with world.all_or_none():
-        items = [run.held_out[i] for i in share_of(range(len(run.held_out)), world)]
+        items = [run.held_out[i] for i in world.share_of(range(len(run.held_out)))]
         lengths = [run.tokens(item) for item in items]
 
         def measure(rows):

@@ -11,7 +11,6 @@ from dataset.data_order import global_batch
 from trainer.collect import raw_scores, respond, sampling_from
 from trainer.generation.sampling import noise_keys
 from trainer.rewards.combine import RunningStats
-from trainer.runs.distributed import share_of
 
 PROBE_STEP = -2  # the step of these samples in the sampling noise: neither training nor evaluation has it
 RESPONSES = 64  # at most; never more than a batch, for which there is room
@@ -29,7 +28,7 @@ def choose_penalty(run: Any, logger: Any) -> None:
         return
     count = min(RESPONSES, args.batch_size * world.size)
     places = global_batch(len(run.data), args.seed, 0, count)
-    mine = share_of(range(count), world)
+    mine = world.share_of(range(count))
     with world.all_or_none():
         prompts = [run.data[places[i]] for i in mine]
     keys = noise_keys(args.seed, PROBE_STEP, mine)

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Kept:
     """A ``Stateful`` (torch's protocol) whose state is those of its attributes that ``kept`` names."""
 
-    kept: tuple[str, ...] = ()
+    kept: tuple[str, ...]
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.kept}

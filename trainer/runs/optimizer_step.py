@@ -23,7 +23,6 @@ from model.weights import local_part, sharded_and_whole, whole
 from trainer.compute.batching import micro_batches, pass_size
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.runs.base import Learner, Run
-from trainer.runs.distributed import sum_gradients
 from trainer.runs.metrics import Metrics
 
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
@@ -106,7 +105,7 @@ def step_if_finite(run: Run, learner: Learner, loss: float, number: int) -> Step
     """Optimizer step ``number`` of the run for one model: sum gradients over processes, clip their norm to
     --grad_clip, step, free the gradients. If the ``Step`` is not ``finite``, weights, moments and weight
     decay do not move. ``note_steps`` has to be told of it."""
-    sum_gradients(learner.model.parameters(), run.world)
+    run.world.sum_gradients(learner.model.parameters())
     run.loss_scale.unscale(learner.model)
     step = Step(loss, clip_gradients(learner.model, run.args.grad_clip))
     for group in learner.optimizer.param_groups:
