@@ -12,7 +12,6 @@ each process keeps a part of every model. No model has dropout: the training for
 """
 
 from argparse import Namespace
-from collections.abc import Mapping
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,7 +20,7 @@ from model.critic import CriticModel
 from model.loading import embeddings
 from model.lora import add_adapters, frozen_copy
 from trainer.compute.scoring import prepare_training
-from trainer.rewards.reward_models import ClassifierRewardModel, RewardModel
+from trainer.rewards.reward_models import ClassifierRewardModel, RewardModels
 
 
 def build_models(
@@ -50,7 +49,7 @@ def build_models(
 
 def critic_start(
     critic_init: str,
-    models: Mapping[str, tuple[RewardModel, float]],
+    models: RewardModels,
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[PreTrainedModel, float]:

@@ -55,8 +55,7 @@ class Replay:
 
     def keep(self, rollout: Rollout) -> None:
         """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
-        filled = rollout.filled()
-        mine = {name: filled[name].cpu() for name in FIELDS if name in filled}
+        mine = {name: x.cpu() for name, x in rollout.filled().items() if name in FIELDS}
         parts = self.world.gather((self.positions, mine))
         new = join_rollouts([Rollout(**fields) for _, fields in parts])
         order = torch.tensor([place for positions, _ in parts for place in positions]).argsort().tolist()

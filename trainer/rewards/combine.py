@@ -49,9 +49,10 @@ from trainer.rewards.reward_function import (
     call_reward_function,
     load_reward_function,
 )
-from trainer.rewards.reward_models import RewardModel, load_reward_models
+from trainer.rewards.reward_models import RewardModel, RewardModels, load_reward_models
 from trainer.rewards.reward_server import RewardServer
 
+Parts = dict[str, Tensor]  # {name of the part: scores [B]}
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
 SMALLEST_STD = 1e-6  # the least divisor of a normalised score: if all are equal, their std is 0
 
@@ -60,9 +61,9 @@ SMALLEST_STD = 1e-6  # the least divisor of a normalised score: if all are equal
 class RawScores:
     """The scores of B responses, part by part, not yet normalised, clipped or multiplied by weights."""
 
-    parts: dict[str, Tensor] = field(default_factory=dict)  # {name of the part: scores [B]}
+    parts: Parts = field(default_factory=dict)
     # {reward model: scores [B] of the answer blocks alone}, NaN where a response has no block
-    blocks: dict[str, Tensor] = field(default_factory=dict)
+    blocks: Parts = field(default_factory=dict)
     steps: list[Steps] = field(default_factory=list)  # of the function's scores; [] without a function
 
     def replace(self, rows: list[int], new: "RawScores") -> None:
@@ -118,7 +119,7 @@ class Reward:
     fail in one process, while ``combine`` exchanges statistics between all of them (``--normalize_reward``).
     """
 
-    models: dict[str, tuple[RewardModel, float]] = field(default_factory=dict)  # {part: (model, weight)}
+    models: RewardModels = field(default_factory=dict)
     function: RewardFunction | None = None  # the user's
     server: RewardServer | None = None
     reasoning: bool = False
@@ -140,7 +141,7 @@ class Reward:
         """The names of all scores that ``combine`` returns."""
         return list(self(NOTHING))
 
-    def __call__(self, request: Request) -> dict[str, Tensor]:
+    def __call__(self, request: Request) -> Parts:
         return self.combine(self.raw_scores(request))
 
     def raw_scores(self, request: Request) -> RawScores:
@@ -197,7 +198,7 @@ class Reward:
             raw.blocks[name][rows] = scores[count:]
         return {name: scores[:count] for name, scores in found.items()}
 
-    def combine(self, raw: RawScores, world: Any = None) -> dict[str, Tensor]:
+    def combine(self, raw: RawScores, world: Any = None) -> Parts:
         """``RawScores`` -> {part: [B], "score": their sum [B]}; {} without any. With ``--normalize_reward``
         also "score_raw": the sum with raw scores times weights.
 
@@ -229,7 +230,7 @@ class Reward:
             scores = self.running[name].scale(scores)
         return scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
 
-    def _weighted(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _weighted(self, parts: Parts) -> Parts:
         """Raw scores, those of reward models times their weights."""
         return parts | {name: weight * parts[name] for name, (_, weight) in self.models.items()}
 
@@ -272,7 +273,7 @@ class Judge(Reward):
     def raw_scores(self, request: Request) -> RawScores:
         return super().raw_scores(request)
 
-    def combine(self, raw: RawScores, world: Any = None) -> dict[str, Tensor]:
+    def combine(self, raw: RawScores, world: Any = None) -> Parts:
         """``RawScores`` -> {name: scores [B]}, "judge" is the sum of the others; {} without a judge."""
         if not raw.parts:
             return {}
@@ -280,7 +281,7 @@ class Judge(Reward):
         return {"judge": total(parts)} | (parts if len(parts) > 1 else {})
 
 
-def total(parts: dict[str, Tensor]) -> Tensor:
+def total(parts: Parts) -> Tensor:
     """{part: [B]} -> their sum [B]"""
     return torch.stack(list(parts.values())).sum(0)
 
