@@ -50,7 +50,7 @@ def local_positions(batch_size: int, rank: int, world: int, answers: int = 1) ->
     return [prompt * answers + sample for prompt in prompts for sample in range(answers)]
 
 
-def minibatch_rows(batch_size: int, mini_batch_size: int, answers: int = 1) -> list[list[int]]:
+def minibatch_rows(batch_size: int, mini_batch_size: int, answers: int) -> list[list[int]]:
     """[the local rows of each minibatch of a batch]. Over all processes a minibatch is the same set of
     positions, whatever their number is.
 

@@ -61,9 +61,8 @@ def describe_run(run: "PpoRun") -> str:
 
 def describe_texts(args: Namespace, datasets: Iterable[object]) -> list[str]:
     """Lines on how the texts of these datasets, or None, were read, for runs of all stages."""
-    ignored = "tools are ignored: turns that call one or hold its result are left out"
     lines = [
-        f"note     {data.path}: {ignored}"
+        f"note     {data.path}: tools are ignored: turns that call one or hold its result are left out"
         for data in datasets
         if isinstance(data, RecordDataset) and "tools" in data.columns
     ]

@@ -46,7 +46,7 @@ def build_and_train(
         with world.all_or_none():
             run = build(given, world)
         args = run.args
-        logger = start_or_resume(run, list(sys.argv[1:] if argv is None else argv))
+        logger = start_or_resume(run, run.about(), list(sys.argv[1:] if argv is None else argv))
         run.restore_best(logger)
         progress = run.progress  # that of the checkpoint, if there is one
         steps = range(progress.step, run.total_steps)
@@ -95,10 +95,10 @@ def build_and_train(
 # ---------------------------------------------------------------------------------- begin, log, save, end
 
 
-def start_or_resume(run: Run, argv: list[str]) -> Logger:
+def start_or_resume(run: Run, about: str, argv: list[str]) -> Logger:
     """Choose and lock the run folder, load its checkpoint into the run if there is one -> the run's logger.
 
-    argv: the run's command line. Raises InputError, having changed nothing, if
+    about: lines that describe the run; argv: its command line. Raises InputError, having changed nothing, if
     the folder is in use or holds another run.
     """
     args = run.args
@@ -118,7 +118,7 @@ def start_or_resume(run: Run, argv: list[str]) -> Logger:
         if folder:
             checkpoints.tidy(folder.path, run.progress.step)
             logger = RunLogger(folder, run)
-    logger.introduce()
+    logger.introduce(about)
     return logger
 
 

@@ -243,7 +243,7 @@ save_hf_ckpt: export.py writes a Hugging Face directory from the result
 def _rows(table: str) -> list[str]:
     """The rows of a table without its comments; a row may go on in a line that is indented."""
     rows = (row.partition("#")[0].rstrip() for row in table.replace("\n   ", "").splitlines())
-    return [row for row in rows if row]
+    return list(filter(None, rows))
 
 
 # their flag -> [ours, and where it is another one the value that ours has then]

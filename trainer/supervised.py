@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
@@ -37,10 +37,11 @@ from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
-from trainer.runs.metrics import Metrics
+from trainer.runs.metrics import Loss, Metrics
 from trainer.runs.optimizer_step import gradients_that_fit, make_optimizer, note_steps, step_if_finite
 from trainer.runs.resume import short_hash, weights_hash
 
+Means = dict[str, float]  # {metric: its mean}
 Items = list[tuple]  # each of lists of ids and one thing more
 EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tenth of all
 
@@ -65,7 +66,7 @@ class SupervisedRun(Run):
         """The model that trains. It also says where the result will be."""
 
     @abstractmethod
-    def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
+    def loss(self, items: Items, totals: list[float], kind: str = "train") -> Loss:
         """A micro-batch's share of the batch's loss, and metrics named <kind>/…, train or eval; totals: the
         sums of ``loss_counts``."""
 
@@ -101,14 +102,13 @@ class SupervisedRun(Run):
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        optimizer = make_optimizer(
-            groups, args.learning_rate, args.moments_dtype, args.seed, betas=(0.9, 0.95)
-        )
         steps = math.ceil(args.epochs * len(self.data) / (args.batch_size * world.size))
         self.total_steps = min(steps, args.max_steps or steps)
         learner = Learner(
             model=self.trained,
-            optimizer=optimizer,
+            optimizer=make_optimizer(
+                groups, args.learning_rate, args.moments_dtype, args.seed, betas=(0.9, 0.95)
+            ),
             peak=args.learning_rate,
             total_steps=self.total_steps,
             warmup_steps=min(math.ceil(args.warmup_ratio * self.total_steps), self.total_steps - 1),
@@ -169,7 +169,7 @@ class SupervisedRun(Run):
             "data_path": short_hash([self.data.dataset.fingerprint, len(self.data)]),
         }
 
-    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+    def summarise(self, means: Means) -> Means:
         """The mean metrics of all held-out records -> those of the evaluation."""
         return means
 

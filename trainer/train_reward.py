@@ -68,8 +68,8 @@ from trainer.loop import build_and_train
 from trainer.rewards.reward_models import score_packed
 from trainer.runs import displays
 from trainer.runs.base import Kept, full_path
-from trainer.runs.metrics import Metrics
-from trainer.supervised import Items, SupervisedRun, collect, evaluate, learn
+from trainer.runs.metrics import Loss, Metrics
+from trainer.supervised import Items, Means, SupervisedRun, collect, evaluate, learn
 
 
 def parse_args(argv: list[str] | None = None) -> Flags:
@@ -164,7 +164,7 @@ class RewardRun(SupervisedRun):
         scores, _, balance = score_packed(self.model, conversations, self.dtype)
         return scores, balance
 
-    def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
+    def loss(self, items: Items, totals: list[float], kind: str = "train") -> Loss:
         *sides, given = zip(*items, strict=True)
         # Of pairs: all chosen, then all rejected answers.
         scores, balance = self.scores([ids for side in sides for ids in side])
@@ -189,7 +189,7 @@ class RewardRun(SupervisedRun):
         metrics.add_all({name: x.sum() for name, x in sums.items()}, len(items))
         return (loss + balance / len(sides)) / totals[0], metrics
 
-    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+    def summarise(self, means: Means) -> Means:
         """Pairs: all but the mean score, which becomes the zero. Ratings: mean squared error, its root,
         Pearson's correlation (0 if a score never varies)."""
         score = self.zero.mean = means.pop("score")

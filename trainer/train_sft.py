@@ -57,7 +57,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     run_script(flag_parser().parse_args)
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dataset.lm_dataset import SFTDataset
@@ -67,8 +66,8 @@ from model.saving import save_directory, save_policy
 from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.loop import build_and_train
 from trainer.runs import displays
-from trainer.runs.metrics import Metrics
-from trainer.supervised import Items, SupervisedRun, collect, evaluate, learn
+from trainer.runs.metrics import Loss, Metrics
+from trainer.supervised import Items, Means, SupervisedRun, collect, evaluate, learn
 
 
 def parse_args(argv: list[str] | None = None) -> Flags:
@@ -128,7 +127,7 @@ class SftRun(SupervisedRun):
         """[learned tokens, conversations]. A conversation's first token never counts: nothing predicts it."""
         return [sum(sum(mask[1:]) for _, mask in items), len(items)]
 
-    def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
+    def loss(self, items: Items, totals: list[float], kind: str = "train") -> Loss:
         tokens, conversations = totals
         logprobs, balance = score_learned(items, self.scorer)
         nll = -logprobs.sum()
@@ -138,7 +137,7 @@ class SftRun(SupervisedRun):
             metrics.add("train/balance_loss", balance, len(items))
         return nll / max(tokens, 1) + balance / conversations, metrics
 
-    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+    def summarise(self, means: Means) -> Means:
         return means | {"eval/perplexity": math.exp(min(means["eval/loss"], 700.0))}
 
     def save_result(self) -> None:

@@ -269,9 +269,7 @@ class Judge(Reward):
     they are, neither clipped nor normalised. Its models see a thought only with ``--reasoning 1``, as those
     that train."""
 
-    @named_as_evaluation()
-    def raw_scores(self, request: Request) -> RawScores:
-        return super().raw_scores(request)
+    raw_scores = named_as_evaluation()(Reward.raw_scores)
 
     def combine(self, raw: RawScores, world: Any = None) -> Parts:
         """``RawScores`` -> {name: scores [B]}, "judge" is the sum of the others; {} without a judge."""

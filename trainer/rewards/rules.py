@@ -96,7 +96,5 @@ def is_correct(response: str, answer: str, reasoning: bool) -> bool:
 
 def exact_answer(prompts: list, responses: list[str], answers: list[str]) -> list[float]:
     """B responses and GSM8K's answers -> 1.0 where the final number is that of the answer, else 0.0."""
-    return [
-        float(is_correct(response, answer, reasoning=False))
-        for response, answer in zip(responses, answers, strict=True)
-    ]
+    pairs = zip(responses, answers, strict=True)
+    return [float(is_correct(response, answer, reasoning=False)) for response, answer in pairs]

@@ -23,7 +23,7 @@ from model.weights import local_part, sharded_and_whole, whole
 from trainer.compute.batching import micro_batches, pass_size
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.runs.base import Learner, Run
-from trainer.runs.metrics import Metrics
+from trainer.runs.metrics import Loss, Metrics
 
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
 # Numbers that AdamWInHalf computes at a time, so that no fp32 copy of a whole moment exists
@@ -31,7 +31,7 @@ CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 # What a loss is of: the lengths of sequences in tokens, and ``loss_of(rows)`` -> (loss, ``Metrics``).
-GradientSource = tuple[list[int], Callable[[list[int]], tuple[Tensor, Metrics]]]
+GradientSource = tuple[list[int], Callable[[list[int]], Loss]]
 
 
 def gradients_that_fit(run: Run, sources: list[GradientSource], pieces: int = 1) -> Metrics:

@@ -112,8 +112,8 @@ class RunLogger:
         except BrokenPipeError:  # the reader has ended (| head); the run continues without output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def introduce(self) -> None:
-        """Print the folder's notes, what the run is made of, its size and where it starts."""
+    def introduce(self, about: str) -> None:
+        """Print the folder's notes, what the run is made of (``about``), its size and where it starts."""
         run = self.run
         world = run.world
         for note in self.folder.notes:
@@ -123,7 +123,7 @@ class RunLogger:
                 "note: no C compiler (CC, or cc) compiles trainer/compute/cpu: all works, but slower; get gcc"
             )
         self.say(
-            f"{run.about()}\nrun      {run.total_steps} steps of {run.args.batch_size * world.size} "
+            f"{about}\nrun      {run.total_steps} steps of {run.args.batch_size * world.size} "
             f"{run.display.unit}, {world.size} x {world.device.type} in {run.dtype}, in {self.folder.path}"
         )
         if self.folder.checkpoint:
