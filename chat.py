@@ -19,7 +19,7 @@ from trainer.flags import ROOT, FlagParser, Flags, path
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Flags:
-    p = FlagParser(description=__doc__.split("\n\n")[0])
+    p = FlagParser(description=__doc__)
     add = p.add
     p.group("models")
     add("--model", path, "a .pth, a directory or a hub name")

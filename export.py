@@ -14,7 +14,7 @@ from trainer.flags import FlagParser, Flags
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Flags:
-    p = FlagParser(description=__doc__.split("\n\n")[0])
+    p = FlagParser(description=__doc__)
     add = p.add
     p.group("export")
     add("source", str, "a .pth, or a directory or hub name")
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_tokenizer(tokenizer, model)
     target = Path(args.target)
     dtype = getattr(torch, args.dtype)
-    with writing(args.target), quiet():
+    with quiet():
         if args.target.endswith(".pth"):
             save_policy(model, tokenizer, target, dtype)
         else:
@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             model.generation_config.eos_token_id = eos_ids(tokenizer, model)
             model.generation_config.pad_token_id = tokenizer.pad_token_id
             save_directory(model, tokenizer, target, dtype)
-            write_whole(target / "README.md", card(model, tokenizer, args))
+            with writing(args.target):
+                write_whole(target / "README.md", card(model, tokenizer, args))
     print(f"{args.target}: {type(model).__name__}, {model.num_parameters():,} parameters in {args.dtype}")
 
 

@@ -88,7 +88,7 @@ def forget_peak():
 def measure(argv):
     """A run of these flags in this process: print what it planned and took, as JSON. With several processes
     the main one prints a line for each."""
-    from dataset.data_order import local_positions, record_batches, record_loader
+    from dataset.data_order import global_batch, record_loader
     from trainer import run as building
     from trainer import train_ppo as T
     from trainer.compute.memory import free_unused_memory
@@ -114,9 +114,8 @@ def measure(argv):
         run.prepare()
         note("building")
         answers = args.num_generations
-        positions = local_positions(args.batch_size, world.rank, world.size, answers)
         steps, prompts = range(args.max_steps), world.size * args.batch_size // answers
-        order = record_batches(len(run.data), 42, steps, prompts, positions, answers)
+        order = (global_batch(len(run.data), 42, s, prompts)[world.rank :: world.size] for s in steps)
         with record_loader(run.data, order, 0) as batches:
             for step in steps:
                 batch = T.collect(run, step, batches)

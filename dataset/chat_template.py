@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dataset.formats import Asked, Messages, is_transcript, to_messages
+from dataset.formats import Answered, Asked, Messages, is_transcript, to_messages
 from errors import InputError
 from model.loading import as_input_error
 
@@ -199,9 +199,7 @@ def learned_pieces(
     return pieces
 
 
-def conversation_ids(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[tuple[Asked, str]]
-) -> list[list[int]]:
+def conversation_ids(tokenizer: PreTrainedTokenizerBase, conversations: list[Answered]) -> list[list[int]]:
     """Pairs (prompt, response text) -> the token ids that a reward model reads, in stage 2 and in PPO: a list
     for each pair, all from one call of the tokenizer."""
     return encode(tokenizer, [conversation_text(tokenizer, *pair) for pair in conversations])

@@ -50,7 +50,7 @@ def local_positions(batch_size: int, rank: int, world: int, answers: int = 1) ->
     return [prompt * answers + sample for prompt in prompts for sample in range(answers)]
 
 
-def minibatch_rows(batch_size: int, mini_batch_size: int, answers: int = 1) -> list[list[int]]:
+def minibatch_rows(batch_size: int, mini_batch_size: int, answers: int) -> list[list[int]]:
     """[the local rows of each minibatch of a batch]. Over all processes a minibatch is the same set of
     positions, whatever their number is.
 
@@ -92,16 +92,6 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
             minibatch = int(epoch_order(count, seed, born * epochs + epoch)[place])
             places.append(((number - first + 0.5) / mine, (born - oldest) * count + minibatch))
     return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
-
-
-def record_batches(
-    n: int, seed: int, steps: range, size: int, positions: list[int], answers: int
-) -> Iterator[list[int]]:
-    """For a DataLoader's ``batch_sampler``: this process' dataset indices of each step, each prompt named
-    once. size: prompts of a global batch; positions: ``local_positions`` of their answers."""
-    for step in steps:
-        batch = global_batch(n, seed, step, size)
-        yield [batch[position // answers] for position in positions[::answers]]
 
 
 @contextmanager

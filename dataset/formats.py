@@ -23,6 +23,7 @@ Record = dict[str, Any]
 Messages = list[dict[str, str]]  # {"role", "content"}
 Asked = Messages | str  # a prompt; a transcript stays text up to its last "Assistant:"
 Answered = tuple[Asked, str]
+Parted = tuple[Asked, str | None]  # a prompt and its answer, if there is one
 
 NAMED_PROMPT = "--prompt_key"  # under this name ``named`` puts the prompt; no file has it
 PROMPTS = (NAMED_PROMPT, "conversations", "messages", "user_input", "prompt", "question")
@@ -77,7 +78,7 @@ def named(record: Record, keys: Keys) -> Record:
     return found
 
 
-def to_prompt(record: Record) -> tuple[Asked, str | None]:
+def to_prompt(record: Record) -> Parted:
     """A record of any form -> (prompt, answer or None). Raises InputError.
 
     The answer of verl's records is the ground truth. Of a solution that ends with "#### 72", as GSM8K's do,
@@ -126,7 +127,7 @@ def to_rated(record: Record) -> tuple[list[Answered], float]:
 
 def is_rated(record: Record) -> bool:
     """Is the record one answer with a score? If not, it is taken for a pair."""
-    return "score" in record and not _is_pair(record)
+    return "score" in record and not is_pair(record)
 
 
 def keys_found(record: Record) -> str:
@@ -149,7 +150,8 @@ def _asked(record: Record) -> Any:
     return record.get("text") if asked is None else asked
 
 
-def _is_pair(record: Record) -> bool:
+def is_pair(record: Record) -> bool:
+    """Has the record two answers to compare?"""
     return {"chosen", "rejected"} <= record.keys()
 
 
@@ -162,7 +164,7 @@ def _as_text(answer: Any) -> str:
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
 
 
-def _prompt_and_answer(record: Record) -> tuple[Asked, str | None]:
+def _prompt_and_answer(record: Record) -> Parted:
     """A record of any form -> (prompt, the text that answers it, or None)."""
     answer: str | None
     said = _first(record, ANSWERS)
@@ -170,7 +172,7 @@ def _prompt_and_answer(record: Record) -> tuple[Asked, str | None]:
         isinstance(said, str | int | float) or _is_turns(said)
     ):
         said = None  # something else beside a conversation, such as a list of accepted answers
-    if _is_pair(record):
+    if is_pair(record):
         prompt, answer = to_pair(record)[0][0]
     else:
         asked = _asked(record)
@@ -207,7 +209,7 @@ def _side(record: Record, which: str, prompt: Asked) -> Answered:
     return prompt, response
 
 
-def _answered(prompt: Asked, said: Any, whole: bool = False) -> tuple[Asked, str | None]:
+def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
     """A prompt, empty if there is none, and what answers it -> (prompt, answer). said: text, or turns, which
     may repeat the prompt; anything else becomes JSON text. whole: said is a transcript, to be split."""
     if not (_is_turns(said) or whole):
@@ -291,7 +293,7 @@ def add_system(prompt: Asked, system_prompt: str) -> Asked:
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def split(whole: Any) -> tuple[Asked, str | None]:
+def split(whole: Any) -> Parted:
     """Text or turns -> (the prompt; the answer at its end, None where there is none). Raises InputError for
     what is neither."""
     if not isinstance(whole, str):

@@ -22,14 +22,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dataset.answers import comparable
-from dataset.chat_template import (
-    Thinking,
-    conversation_ids,
-    encode,
-    learned_pieces,
-    prompt_text,
-    unmark,
-)
+from dataset.chat_template import Thinking, conversation_ids, encode, learned_pieces, prompt_text, unmark
 from dataset.formats import (
     BY_FORM,
     Asked,

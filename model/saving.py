@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from atomic_files import move, one_at_a_time
+from atomic_files import move, one_at_a_time, writing
 from errors import InputError
 from model.loading import quiet
 from model.lora import merged
@@ -30,12 +30,12 @@ def save_policy(
     """Write ``model`` as ``path``, the state-dict of ``state_dict_in``, which MiniMind's own class loads
     with ``strict=True``, and beside it a folder with config, generation config and tokenizer. Every file
     appears whole or not at all, the ``.pth`` last. Raises ``InputError`` if a weight is not finite in
-    ``dtype`` (NaN, or beyond fp16's ±65504); then old files stay. state: what ``state_dict_in`` gave for a
-    sharded model, or other weights of the model that were saved before.
+    ``dtype`` (NaN, or beyond fp16's ±65504) or the disk cannot be written; then old files stay. state: what
+    ``state_dict_in`` gave for a sharded model, or other weights of the model that were saved before.
     """
     data = io.BytesIO()  # if a disk is full, torch's own writer says only "unexpected pos"
     torch.save(state or state_dict_in(dtype, model, path), data)
-    with _whole_files(path.with_suffix(""), path) as folder:
+    with writing(path), _whole_files(path.with_suffix(""), path) as folder:
         _write_settings(folder, model, tokenizer)
         (folder / path.name).write_bytes(data.getbuffer())
 
@@ -55,7 +55,7 @@ def save_directory(
     state = state_dict_in(dtype, model, path)
     # transformers refuses contradictory generation settings, which some hub models have.
     plain = mock.patch.object(model, "generation_config", GenerationConfig(), create=True)
-    with _whole_files(path, path / "config.json") as folder:
+    with writing(path), _whole_files(path, path / "config.json") as folder:
         with quiet(), plain:
             model.save_pretrained(folder, state_dict=state)
         _write_settings(folder, model, tokenizer, dtype=str(dtype).removeprefix("torch."), **fields)

@@ -15,7 +15,7 @@ from trainer.generation.sampling import noise_keys, uniform
 from trainer.inputs import accuracy_note, load_inputs
 from trainer.rewards.rules import is_correct
 from trainer.run import PpoRun
-from trainer.runs.distributed import World, share_of
+from trainer.runs.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
 RIGHT = "<think>\nx\n</think>\n<answer>\n{}\n</answer>"
@@ -137,10 +137,10 @@ def test_a_file_has_an_accuracy_where_half_of_its_answers_can_be_compared(short,
 
 
 def test_processes_share_the_prompts():
-    shares = [share_of(range(7), World(rank, 3, torch.device("cpu"))) for rank in range(3)]
+    shares = [World(rank, 3, torch.device("cpu")).share_of(range(7)) for rank in range(3)]
     assert sorted(place for share in shares for place in share) == list(range(7))
     assert max(map(len, shares)) - min(map(len, shares)) == 1
-    assert share_of(range(2), World(2, 3, torch.device("cpu"))) == [0, 1]  # too few: each takes all
+    assert World(2, 3, torch.device("cpu")).share_of(range(2)) == [0, 1]  # too few: each takes all
 
 
 @torch.no_grad()

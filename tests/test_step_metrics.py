@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from trainer.rewards.rules import repetition
 from trainer.runs.distributed import World
-from trainer.step_metrics import batch_metrics, repetition
+from trainer.step_metrics import batch_metrics
 
 ALONE = World(0, 1, torch.device("cpu"))
 

@@ -22,9 +22,10 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
 from trainer.compute import scoring
 from trainer.generation.sampling import noise_keys, uniform
+from trainer.rewards.rules import repetition
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
-from trainer.step_metrics import batch_metrics, repetition
+from trainer.step_metrics import batch_metrics
 
 ALONE = World(0, 1, torch.device("cpu"))
 

@@ -34,14 +34,14 @@ THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")  # some templates put an empty
 def describe_run(run: "PpoRun") -> str:
     """What the run is made of, in a few lines."""
     args = run.args
-    size = run.ref.num_parameters() / 1e6
     data = f"{'answers' if args.offline_data_path else 'prompts'}  {run.data.describe()}"
     if run.held_out:
         data += f", {len(run.held_out)} prompts held out"
     adapters = describe_adapters(run.actor)
     parts = [name for name in run.reward.names if not name.startswith("score")]
     lines = [
-        f"policy   {args.model}: {size:.2f}M parameters, {run.actor.config.model_type}",
+        f"policy   {args.model}: {run.ref.num_parameters() / 1e6:.2f}M parameters, "
+        f"{run.actor.config.model_type}",
         f"lora     {adapters}" if adapters else "",
         f"reward   {' + '.join(parts) or 'the scores of the file'}",
         data,
@@ -61,9 +61,8 @@ def describe_run(run: "PpoRun") -> str:
 
 def describe_texts(args: Namespace, datasets: Iterable[object]) -> list[str]:
     """Lines on how the texts of these datasets, or None, were read, for runs of all stages."""
-    ignored = "tools are ignored: turns that call one or hold its result are left out"
     lines = [
-        f"note     {data.path}: {ignored}"
+        f"note     {data.path}: tools are ignored: turns that call one or hold its result are left out"
         for data in datasets
         if isinstance(data, RecordDataset) and "tools" in data.columns
     ]

@@ -136,7 +136,6 @@ def token_places(
         if offset is None or offset >= len(text):
             return len(ids) - 1
         wanted = text[: offset + 1]
-        counts = range(1, len(ids))
-        return bisect_left(counts, True, key=lambda count: decoded(count)[: offset + 1] == wanted)
+        return bisect_left(range(1, len(ids)), True, key=lambda count: decoded(count)[: offset + 1] == wanted)
 
     return [place(offset) for offset in offsets]

@@ -26,14 +26,12 @@ class Endings(NamedTuple):
 def load_endings(args: Namespace, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel) -> Endings:
     """Flags -> ``Endings``. Raises InputError for an id that the tokenizer does not have, and as
     ``read_stops``."""
-    eos = set(eos_ids(tokenizer, policy))
     known = set(tokenizer.get_vocab().values())
     for i in args.stop_token_ids:
         if i not in known:
             raise InputError(f"--stop_token_ids {i}: the tokenizer has no such id; correct it")
-        eos.add(i)
     texts, ids = read_stops(args.stop, tokenizer, args.reasoning)
-    ends = sorted(eos | ids)
+    ends = sorted({*eos_ids(tokenizer, policy), *args.stop_token_ids, *ids})
     return Endings(ends, StopStrings(texts, tokenizer) if texts else None, early_ends(args.min_gen_len, ends))
 
 

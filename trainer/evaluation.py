@@ -20,7 +20,6 @@ from trainer.generation.sampling import noise_keys
 from trainer.options.offline import logged_rollout
 from trainer.rewards.rules import is_correct
 from trainer.runs.displays import Row, StepLog
-from trainer.runs.distributed import batches_of
 from trainer.runs.metrics import Metrics
 from trainer.step_metrics import answer_rows
 
@@ -58,7 +57,7 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> StepLog:
     args = run.args
     metrics = Metrics()
     mine: dict[int, Row] = {}
-    batches = batches_of(len(held_out), max(1, BATCH // args.num_generations), run.world)
+    batches = run.world.batches_of(len(held_out), max(1, BATCH // args.num_generations))
     total = (args.num_generations + 1) * sum(map(len, batches))
     with sampling_from(run, run.actor), phase("evaluation", total, "responses") as bar:
         for places in batches:
@@ -88,8 +87,7 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> StepLog:
                         solved = [any(right[i : i + count]) for i in range(0, len(right), count)]
                         metrics.add(f"eval/pass@{count}", sum(solved), len(solved))
                 parts = batch.scores
-                lengths = batch.rollout.response_len
-                measured = parts | {"length": lengths, "finished": batch.rollout.finished}
+                measured = parts | {"length": batch.rollout.response_len, "finished": batch.rollout.finished}
                 if "format" in parts:
                     measured["format_rate"] = parts["format"] > 0
                 if "judge" in parts and not kind:
@@ -121,7 +119,7 @@ def evaluate_pairs(run: "PpoRun", pairs: LoggedPairs) -> dict[str, float]:
     metrics = Metrics()
     temperature = run.args.temperature
     with run.world.all_or_none(), run.host.on_device(run.ref):
-        for places in batches_of(len(pairs), PAIRS, run.world):
+        for places in run.world.batches_of(len(pairs), PAIRS):
             found = [pairs[place] for place in places or [0]]
             rollout = logged_rollout([answer for pair in found for answer in pair], run.world.device)
             actor, _ = score_policy(rollout, run.scorers["actor"], temperature)

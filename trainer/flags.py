@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from errors import InputError
-from trainer.peer_flags import NOT_HERE, PEER_FLAGS, VALUES
+from trainer.peer_flags import NOT_HERE, PEER_FLAGS
 from trainer.runs import trackers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,15 +108,15 @@ def path(text: str) -> str:
 class FlagParser(argparse.ArgumentParser):
     """argparse with ranges, groups, constraints and one-line errors. ``flags``: {name: ``Flag``}.
 
-    common: names of the flags that people set, with spaces between them: ``--help`` shows these only. "":
-    all.
+    description: a script's docstring, of which ``--help`` shows the first paragraph. common: names of the
+    flags that people set, with spaces between them: ``--help`` shows these only. "": all.
     """
 
     def __init__(self, description: str, common: str = ""):
         self.flags: dict[str, Flag] = {}
         self.common = common.split()
         super().__init__(
-            description=description,
+            description=description.split("\n\n")[0],
             usage="%(prog)s [--flag value ...]",
             epilog=common and "--help shows the flags that people set, --help all shows all of them",
             allow_abbrev=False,
@@ -186,10 +186,10 @@ class FlagParser(argparse.ArgumentParser):
         is_flag = word.startswith("--")
         verls = equals and "." in name  # a.b=c, without dashes
         while known and (is_flag or verls):
-            ours = PEER_FLAGS.get(known, known)
+            ours, *value = PEER_FLAGS.get(known, [known])
             if ours in self.flags:
-                value = f" (value: {VALUES[known]})" if known in VALUES else ""
-                return f"{word}: it is called --{ours} here{value}"
+                hint = f" (value: {value[0]})" if value else ""
+                return f"{word}: it is called --{ours} here{hint}"
             reason = NOT_HERE.get(known, "")
             if reason and self.flags.keys() >= set(re.findall(r"--(\w+)", reason)):  # of another script else
                 return f"{word}: not a flag here: {reason}"

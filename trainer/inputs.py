@@ -14,12 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dataset.chat_template import (
-    load_thinking,
-    set_system_prompt,
-    set_template,
-    set_template_kwargs,
-)
+from dataset.chat_template import load_thinking, set_system_prompt, set_template, set_template_kwargs
 from dataset.formats import Keys
 from dataset.lm_dataset import LoggedAnswers, RLAIFDataset
 from errors import InputError
@@ -48,6 +43,7 @@ from trainer.memory_plan import check_loading
 from trainer.options.offline import load_logged
 from trainer.runs.distributed import World
 
+Prompts = RLAIFDataset | LoggedAnswers  # what a run is trained on
 ANSWER = "<answer>"  # the tag of --reasoning
 LOOKED_AT = 256  # how many answers of the data are searched for it
 SAMPLED = 16  # the same of the policy
@@ -178,7 +174,7 @@ def choose_reasoning(
     world: World,
     actor: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: RLAIFDataset | LoggedAnswers,
+    prompts: Prompts,
 ) -> str | None:
     """Choose --reasoning where it is not given -> a line that says why, else None. It is 1 if a quarter or
     more of the answers have ``<answer>``, those of the data or else the policy's own.
@@ -204,8 +200,10 @@ def choose_reasoning(
         answers = world.from_main(answers)
     args.reasoning = int(have_format(answers))
     count = sum(ANSWER in text for text in answers)
-    found = f"{count} of {len(answers)} first answers of {where} have {ANSWER}"
-    return f"format   --reasoning {args.reasoning}, as {found}"
+    return (
+        f"format   --reasoning {args.reasoning}, as {count} of {len(answers)} first answers of {where} have "
+        f"{ANSWER}"
+    )
 
 
 def have_format(answers: list[str]) -> bool:
@@ -248,14 +246,12 @@ def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def longest_prompt(prompts: RLAIFDataset | LoggedAnswers, held_out: RLAIFDataset | None) -> int:
+def longest_prompt(prompts: Prompts, held_out: RLAIFDataset | None) -> int:
     """Tokens of the longest prompt, trained on or held out."""
     return max(data.longest for data in (prompts, held_out) if data)
 
 
-def sampling_sizes(
-    args: Flags, prompts: RLAIFDataset | LoggedAnswers, held_out: RLAIFDataset | None
-) -> tuple[int, int, int]:
+def sampling_sizes(args: Flags, prompts: Prompts, held_out: RLAIFDataset | None) -> tuple[int, int, int]:
     """(most prompts that a process samples at once, longest prompt plus response, longest response) of a run:
     what the sampler must have room for."""
     batch = 0 if args.offline_data_path else args.batch_size
@@ -307,7 +303,7 @@ class Inputs(NamedTuple):
 
     actor: PreTrainedModel  # the policy, fp32 on the CPU
     tokenizer: PreTrainedTokenizerBase
-    prompts: RLAIFDataset | LoggedAnswers
+    prompts: Prompts
     held_out: RLAIFDataset | None  # the prompts of an evaluation
     notes: list[str | None]  # lines that say what was chosen
 
@@ -334,7 +330,7 @@ def load_inputs(args: Flags, world: World) -> Inputs:
     def read_prompts(path: str) -> RLAIFDataset:
         return RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys, thinking)
 
-    prompts: RLAIFDataset | LoggedAnswers
+    prompts: Prompts
     if args.offline_data_path:
         prompts = load_logged(LoggedAnswers, args.offline_data_path, args, tokenizer, actor)
     else:

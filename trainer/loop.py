@@ -16,9 +16,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from dataset.data_order import record_batches, record_loader
+from dataset.data_order import global_batch, record_loader
 from errors import InputError
 from trainer.compute.threads import sleep_when_busy
 from trainer.flags import Flags
@@ -37,7 +36,7 @@ def build_and_train(
     build: Callable[[Flags, World], Run],
     given: Flags,
     argv: Sequence[str] | None,
-    collect: Callable[..., Any],
+    collect: Callable,
     learn: Callable[..., StepLog],
     evaluate: Callable[..., StepLog],
 ) -> None:
@@ -52,7 +51,9 @@ def build_and_train(
         progress = run.progress  # that of the checkpoint, if there is one
         steps = range(progress.step, run.total_steps)
         prompts = world.size * args.batch_size // run.answers
-        order = record_batches(len(run.data), args.seed, steps, prompts, run.positions, run.answers)
+        order = (  # as in ``local_positions``
+            global_batch(len(run.data), args.seed, step, prompts)[world.rank :: world.size] for step in steps
+        )
         loader = record_loader(run.data, order, args.num_workers)
         stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
         with ending(run, logger), loader as batches, stopping as stop:

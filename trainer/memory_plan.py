@@ -163,9 +163,11 @@ def memory_plan(case: Case, budget: int, release_cache: bool = False, slots: int
         rollout |= frozen
     phases = {"update": standing | update, "rollout": standing | rollout}
     if parts == 1 or on_cpu:  # a sharded run is built in main memory; models as loaded, the sampler in fp32
-        loaded = sum(size.bytes for size in case.rewards)
-        copied = 4 * bool(slots) * (actor.all + on_cpu * actor.table)
-        phases["building"] = {"actor": 4 * actor.all, "sampler": copied, "reward models": loaded}
+        phases["building"] = {
+            "actor": 4 * actor.all,
+            "sampler": 4 * bool(slots) * (actor.all + on_cpu * actor.table),
+            "reward models": sum(size.bytes for size in case.rewards),
+        }
     peak, fullest = max((sum(sizes.values()), phase) for phase, sizes in phases.items())
     return Plan(phases, fullest, peak, cache, slots, budget, release_cache)
 
@@ -202,8 +204,7 @@ def check_memory(case: Case, in_step: InStep | None = None) -> tuple[Plan, str]:
         f"about {shown(plan.peak)} of the {shown(room)} that {device} can give, with {plan.token_budget} "
         f"tokens in a micro-batch and {plan.slots} sequences sampled at a time:\n         "
     )
-    parts = plan.phases[plan.fullest].items()
-    text += ", ".join(f"{part} {shown(size)}" for part, size in parts if size)
+    text += ", ".join(f"{part} {shown(size)}" for part, size in plan.phases[plan.fullest].items() if size)
     if plan.peak > room:
         raise InputError(f"--model {case.args.model}: does not fit: {text}; {REMEDIES}")
     return plan, f"memory   {text}"

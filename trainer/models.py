@@ -12,8 +12,6 @@ each process keeps a part of every model. No model has dropout: the training for
 """
 
 from argparse import Namespace
-from collections.abc import Mapping
-from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,21 +20,14 @@ from model.critic import CriticModel
 from model.loading import embeddings
 from model.lora import add_adapters, frozen_copy
 from trainer.compute.scoring import prepare_training
-from trainer.rewards.reward_models import ClassifierRewardModel, RewardModel
-
-
-class Models(NamedTuple):
-    """All but the actor and the reward models."""
-
-    ref: PreTrainedModel
-    old_actor: PreTrainedModel
-    critic: CriticModel | None
+from trainer.rewards.reward_models import ClassifierRewardModel, RewardModels
 
 
 def build_models(
     args: Namespace, actor: PreTrainedModel, start: PreTrainedModel | None, weight: float, sharded: bool
-) -> Models:
-    """Make the other models from the actor, which gets its adapters with --lora_r.
+) -> tuple[PreTrainedModel, PreTrainedModel, CriticModel | None]:
+    """Make the other models from the actor, which gets its adapters with --lora_r -> (reference, old actor,
+    critic).
 
     start, weight: of ``critic_start``; start None: no critic. sharded: until ``PpoRun.prepare`` shards them,
     copies share memory.
@@ -53,12 +44,12 @@ def build_models(
         if critic:
             add_adapters(critic.backbone, args.lora_r, args.seed + 1)
     old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor, sharded)
-    return Models(ref, old_actor, critic)
+    return ref, old_actor, critic
 
 
 def critic_start(
     critic_init: str,
-    models: Mapping[str, tuple[RewardModel, float]],
+    models: RewardModels,
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[PreTrainedModel, float]:

@@ -243,16 +243,11 @@ save_hf_ckpt: export.py writes a Hugging Face directory from the result
 def _rows(table: str) -> list[str]:
     """The rows of a table without its comments; a row may go on in a line that is indented."""
     rows = (row.partition("#")[0].rstrip() for row in table.replace("\n   ", "").splitlines())
-    return [row for row in rows if row]
+    return list(filter(None, rows))
 
 
-PEER_FLAGS = {}  # their flag -> ours
-VALUES = {}  # their flag -> the value that ours has then
-for _row in _rows(_CALLED):
-    _theirs, _ours, *_value = _row.split(maxsplit=2)
-    PEER_FLAGS[_theirs] = _ours
-    if _value:
-        VALUES[_theirs] = _value[0]
+# their flag -> [ours, and where it is another one the value that ours has then]
+PEER_FLAGS = {theirs: ours for theirs, *ours in (row.split(maxsplit=2) for row in _rows(_CALLED))}
 
 NOT_HERE: dict[str, str] = {}  # their flag -> what to do instead
 for _row in _rows(_NOT_HERE):

@@ -7,6 +7,7 @@ what they start from: models.py.
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atomic_files import writing
 from dataset.lm_dataset import LoggedPairs, RLAIFDataset
 from errors import InputError
 from model.critic import CriticModel
@@ -69,8 +69,8 @@ class PpoRun(Run):
         self.world = world
         self.args = args = args.completed()
         self.actor, self.tokenizer, self.data, self.held_out, notes = load_inputs(args, world)
-        moe = "_moe" if is_moe(self.actor) else ""
-        self.result_path = Path(args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
+        size = f"{self.actor.config.hidden_size}{'_moe' * is_moe(self.actor)}"
+        self.result_path = Path(args.out_dir) / f"ppo_actor_{size}.pth"
         if Path(args.model).resolve() == self.result_path.resolve():
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
@@ -85,7 +85,7 @@ class PpoRun(Run):
         # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
         self.names_of_run = of_run = names_of_run(self.data, self.held_out)  # that functions may ask for
         self.judge = load_judge(args, place, self.dtype, self.held_out, of_run)
-        self.reward = Reward(reasoning=False)
+        self.reward = Reward()
         if not args.offline_data_path:
             self.reward = load_reward(args, place, self.dtype, self.data, self.held_out, of_run=of_run)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
@@ -180,9 +180,11 @@ class PpoRun(Run):
         learner = self.learners["actor"]
         self.best = first_best(self) if self.held_out else Best()
         if args.offline_data_path:
-            judged = args.eval_reward_fn or args.eval_reward_model
-            compared = self.best.metric or ("judge" if judged else "accuracy")
-            self.display = displays.offline(bool(self.held_out_pairs) or not self.held_out, compared)
+            self.display = displays.OFFLINE
+            if self.held_out and not self.held_out_pairs:  # answers to its prompts are compared
+                judged = args.eval_reward_fn or args.eval_reward_model
+                best = self.best.metric.removeprefix("eval/") or ("judge" if judged else "accuracy")
+                self.display = replace(displays.OFFLINE, tested="prompts", best=best)
         self.advantage_scale = AdvantageScale()
         self.kl = KlTarget(args, learner, args.batch_size * self.world.size)
         self.ema = Ema(learner, args.ema_beta)
@@ -219,10 +221,6 @@ class PpoRun(Run):
         if self.old_actor is not self.actor:
             modules["old_actor"] = self.old_actor
         return modules
-
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        return {f"{name}_optimizer": learner.optimizer for name, learner in self.learners.items()}
 
     def _optimizer(self, model: nn.Module, peak: float) -> torch.optim.Optimizer:
         """AdamW for what trains of a model, without weight decay. Sharded parameters are their own group."""
@@ -274,8 +272,7 @@ class PpoRun(Run):
 
     def save_actor(self, path: Path) -> None:
         """Write the actor as ``path`` and the folder beside it."""
-        with writing(path):
-            save_policy(self.actor, self.tokenizer, path, state=self.state)
+        save_policy(self.actor, self.tokenizer, path, state=self.state)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -317,10 +314,9 @@ class PpoRun(Run):
         return self.best.describe(WEIGHTS)
 
     def results(self) -> str:
-        best = self.best
         words = ""
-        if best.value is not None:
-            words = f"best     {best.describe(self.folder / WEIGHTS)}\n"
+        if best := self.best.describe(self.folder / WEIGHTS):
+            words = f"best     {best}\n"
         words += f"average  {self.folder / AVERAGE} (--ema_beta)\n" if self.ema.batches else ""
         talk = self.command("chat.py", "--model", self.result_path)
         return f"model    {self.result_path}\n{words}talk     {talk}"

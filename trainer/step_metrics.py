@@ -4,7 +4,6 @@ Every metric is explained in docs/metrics.md. The sums are exact over processes 
 trained with these numbers.
 """
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from trainer import ppo
 from trainer.collect import Batch
 from trainer.compute.rollout_data import Rollout
 from trainer.options.filter_groups import rows_of_equal_groups
+from trainer.rewards.rules import repetition
 from trainer.runs.displays import Row, Rows
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics, Number
@@ -64,8 +64,7 @@ def step_metrics(run: "PpoRun", batch: Batch, metrics: Metrics) -> dict[str, flo
     if args.filter_groups:
         sums["rollout/sampled_again"] = batch.again
     if args.num_generations > 1:
-        equal = rows_of_equal_groups(batch.scores["score"], args.num_generations)
-        sums["rollout/equal_groups"] = len(equal)
+        sums["rollout/equal_groups"] = len(rows_of_equal_groups(batch.scores["score"], args.num_generations))
     sums["rollout/length"] = rollout.response_len.sum()
     sums["rollout/finished"] = rollout.finished.sum()
     sums["rollout/repetition"] = torch.tensor([repetition(ids) for ids in responses]).sum()
@@ -75,13 +74,6 @@ def step_metrics(run: "PpoRun", batch: Batch, metrics: Metrics) -> dict[str, flo
     means |= {f"perf/{name}_seconds": x for name, x in batch.seconds.items()}
     means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(batch.seconds.values())
     return means
-
-
-def repetition(ids: Sequence[int]) -> float:
-    """The share of a response's trigrams of tokens, EOS included, that occurred before in the same response;
-    0 where it has fewer than four tokens."""
-    trigrams = list(zip(ids, ids[1:], ids[2:], strict=False))
-    return (len(trigrams) - len(set(trigrams))) / max(len(trigrams), 1)
 
 
 def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> dict[str, Number]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
@@ -26,6 +26,7 @@ from dataset.formats import Keys
 from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.loading import load_policy, most_positions
+from model.lora import trained
 from trainer.about_run import describe_texts
 from trainer.compute.batching import tokens_per_pass
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
@@ -35,11 +36,12 @@ from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.displays import StepLog
-from trainer.runs.distributed import World, share_of
-from trainer.runs.metrics import Metrics
+from trainer.runs.distributed import World
+from trainer.runs.metrics import Loss, Metrics
 from trainer.runs.optimizer_step import gradients_that_fit, make_optimizer, note_steps, step_if_finite
 from trainer.runs.resume import short_hash, weights_hash
 
+Means = dict[str, float]  # {metric: its mean}
 Items = list[tuple]  # each of lists of ids and one thing more
 EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tenth of all
 
@@ -64,7 +66,7 @@ class SupervisedRun(Run):
         """The model that trains. It also says where the result will be."""
 
     @abstractmethod
-    def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
+    def loss(self, items: Items, totals: list[float], kind: str = "train") -> Loss:
         """A micro-batch's share of the batch's loss, and metrics named <kind>/…, train or eval; totals: the
         sums of ``loss_counts``."""
 
@@ -95,19 +97,18 @@ class SupervisedRun(Run):
         prepare_training(self.model.base_model, args.gradient_checkpointing)
         _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.model)})
         args.freeze()
-        parameters = [p for p in self.trained.parameters() if p.requires_grad]
+        parameters = trained(self.trained)
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        optimizer = make_optimizer(
-            groups, args.learning_rate, args.moments_dtype, args.seed, betas=(0.9, 0.95)
-        )
         steps = math.ceil(args.epochs * len(self.data) / (args.batch_size * world.size))
         self.total_steps = min(steps, args.max_steps or steps)
         learner = Learner(
             model=self.trained,
-            optimizer=optimizer,
+            optimizer=make_optimizer(
+                groups, args.learning_rate, args.moments_dtype, args.seed, betas=(0.9, 0.95)
+            ),
             peak=args.learning_rate,
             total_steps=self.total_steps,
             warmup_steps=min(math.ceil(args.warmup_ratio * self.total_steps), self.total_steps - 1),
@@ -152,10 +153,6 @@ class SupervisedRun(Run):
     def modules(self) -> dict[str, nn.Module]:
         return {"model": self.model}
 
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        return {"optimizer": self.learners["model"].optimizer}
-
     def loss_counts(self, items: Items) -> list[float]:
         """Numbers by which losses are divided, once summed over processes."""
         return [len(items)]
@@ -172,23 +169,21 @@ class SupervisedRun(Run):
             "data_path": short_hash([self.data.dataset.fingerprint, len(self.data)]),
         }
 
-    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+    def summarise(self, means: Means) -> Means:
         """The mean metrics of all held-out records -> those of the evaluation."""
         return means
 
     def about(self) -> str:
         args = self.args
-        size = self.model.num_parameters() / 1e6
-        kind = self.model.config.model_type
         lines = [
-            f"model    {args.model or 'random weights'}: {size:.2f}M parameters, {kind}",
+            f"model    {args.model or 'random weights'}: {self.model.num_parameters() / 1e6:.2f}M "
+            f"parameters, {self.model.config.model_type}",
             f"data     {args.data_path}: {self.data.dataset.describe()}",
         ]
         if self.held_out:
-            of_them = "" if args.eval_data_path else "of them "
-            lines[-1] += f", {len(self.held_out)} {of_them}held out"
-        datasets = dict.fromkeys(part.dataset for part in (self.data, self.held_out) if part)
-        lines += describe_texts(args, datasets)
+            lines[-1] += f", {len(self.held_out)} {'' if args.eval_data_path else 'of them '}held out"
+        parts = filter(None, (self.data, self.held_out))
+        lines += describe_texts(args, dict.fromkeys(part.dataset for part in parts))
         return "\n".join(filter(None, [*lines, self.note]))
 
 
@@ -234,7 +229,7 @@ def evaluate(run: SupervisedRun) -> StepLog:
     sums = Metrics()
     world = run.world
     with world.all_or_none():
-        items = [run.held_out[i] for i in share_of(range(len(run.held_out)), world)]
+        items = [run.held_out[i] for i in world.share_of(range(len(run.held_out)))]
         lengths = [run.tokens(item) for item in items]
 
         def measure(rows):

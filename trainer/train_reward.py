@@ -36,7 +36,7 @@ from trainer.flags import (
 
 def flag_parser() -> FlagParser:
     """All flags: this stage's here, the others in flags.py."""
-    p = FlagParser(description=__doc__.split("\n\n")[0], common=STAGE_FLAGS)
+    p = FlagParser(description=__doc__, common=STAGE_FLAGS)
     add = p.add
     title = "model (without --model and --hidden_size: the demo's policy and pairs)"
     add_model_flags(p, title, "N: out/full_sft_N.pth")
@@ -55,13 +55,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import (
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from atomic_files import writing
 from dataset.formats import Keys
 from dataset.lm_dataset import PreferenceDataset
 from model.loading import is_moe
@@ -73,8 +68,8 @@ from trainer.loop import build_and_train
 from trainer.rewards.reward_models import score_packed
 from trainer.runs import displays
 from trainer.runs.base import Kept, full_path
-from trainer.runs.metrics import Metrics
-from trainer.supervised import Items, SupervisedRun, collect, evaluate, learn
+from trainer.runs.metrics import Loss, Metrics
+from trainer.supervised import Items, Means, SupervisedRun, collect, evaluate, learn
 
 
 def parse_args(argv: list[str] | None = None) -> Flags:
@@ -169,7 +164,7 @@ class RewardRun(SupervisedRun):
         scores, _, balance = score_packed(self.model, conversations, self.dtype)
         return scores, balance
 
-    def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
+    def loss(self, items: Items, totals: list[float], kind: str = "train") -> Loss:
         *sides, given = zip(*items, strict=True)
         # Of pairs: all chosen, then all rejected answers.
         scores, balance = self.scores([ids for side in sides for ids in side])
@@ -194,7 +189,7 @@ class RewardRun(SupervisedRun):
         metrics.add_all({name: x.sum() for name, x in sums.items()}, len(items))
         return (loss + balance / len(sides)) / totals[0], metrics
 
-    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+    def summarise(self, means: Means) -> Means:
         """Pairs: all but the mean score, which becomes the zero. Ratings: mean squared error, its root,
         Pearson's correlation (0 if a score never varies)."""
         score = self.zero.mean = means.pop("score")
@@ -206,8 +201,7 @@ class RewardRun(SupervisedRun):
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
 
     def save_result(self) -> None:
-        with writing(self.hf_dir):
-            save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.zero.mean)
+        save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.zero.mean)
 
     def results(self) -> str:
         """Where the result is, and the command for PPO. The result's tokenizer has what the flags have made
@@ -221,8 +215,9 @@ class RewardRun(SupervisedRun):
             result,
             "--reward_model",
             result,
+            "--data_path",
+            full_path(args.data_path),
         ]
-        words += ["--data_path", full_path(args.data_path)]
         if args.prompt_key:
             words += ["--prompt_key", args.prompt_key]
         use = self.command("trainer/train_ppo.py", *words)

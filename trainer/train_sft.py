@@ -18,7 +18,6 @@ loop.py. Stopping, resuming and faults: docs/reliability.md.
 
 import math
 import sys
-from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +40,7 @@ LAYERS = 4
 
 def flag_parser() -> FlagParser:
     """All flags: this stage's here, the others in flags.py."""
-    p = FlagParser(description=__doc__.split("\n\n")[0], common=STAGE_FLAGS)
+    p = FlagParser(description=__doc__, common=STAGE_FLAGS)
     add_model_flags(
         p,
         "model (without --model: random weights of these sizes)",
@@ -58,10 +57,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     run_script(flag_parser().parse_args)
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from atomic_files import writing
 from dataset.lm_dataset import SFTDataset
 from model.loading import check_ends, is_moe
 from model.model_minimind import MiniMindConfig, plain_config
@@ -69,8 +66,8 @@ from model.saving import save_directory, save_policy
 from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.loop import build_and_train
 from trainer.runs import displays
-from trainer.runs.metrics import Metrics
-from trainer.supervised import Items, SupervisedRun, collect, evaluate, learn
+from trainer.runs.metrics import Loss, Metrics
+from trainer.supervised import Items, Means, SupervisedRun, collect, evaluate, learn
 
 
 def parse_args(argv: list[str] | None = None) -> Flags:
@@ -115,8 +112,9 @@ class SftRun(SupervisedRun):
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         args = self.args
         check_ends(self.data[0], self.tokenizer, policy)
-        moe = "_moe" if is_moe(policy) else ""
-        self.result_path = Path(args.out_dir) / f"full_sft_{policy.config.hidden_size}{moe}.pth"
+        self.scorer = PolicyScorer(policy, self.dtype)
+        size = f"{policy.config.hidden_size}{'_moe' * is_moe(policy)}"
+        self.result_path = Path(args.out_dir) / f"full_sft_{size}.pth"
         self.hf_dir = Path(args.hf_dir or self.result_path.with_suffix(""))
         if args.hidden_size and not (args.model or args.resume) and self.result_path.exists():
             raise InputError(
@@ -129,12 +127,7 @@ class SftRun(SupervisedRun):
         """[learned tokens, conversations]. A conversation's first token never counts: nothing predicts it."""
         return [sum(sum(mask[1:]) for _, mask in items), len(items)]
 
-    @cached_property
-    def scorer(self) -> PolicyScorer:
-        """Computes the log-probs of what is learned."""
-        return PolicyScorer(self.model, self.dtype)
-
-    def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
+    def loss(self, items: Items, totals: list[float], kind: str = "train") -> Loss:
         tokens, conversations = totals
         logprobs, balance = score_learned(items, self.scorer)
         nll = -logprobs.sum()
@@ -144,14 +137,12 @@ class SftRun(SupervisedRun):
             metrics.add("train/balance_loss", balance, len(items))
         return nll / max(tokens, 1) + balance / conversations, metrics
 
-    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+    def summarise(self, means: Means) -> Means:
         return means | {"eval/perplexity": math.exp(min(means["eval/loss"], 700.0))}
 
     def save_result(self) -> None:
-        with writing(self.result_path):
-            save_policy(self.model, self.tokenizer, self.result_path)
-        with writing(self.hf_dir):
-            save_directory(self.model, self.tokenizer, self.hf_dir)
+        save_policy(self.model, self.tokenizer, self.result_path)
+        save_directory(self.model, self.tokenizer, self.hf_dir)
 
     def results(self) -> str:
         talk = self.command("chat.py", "--model", self.result_path)

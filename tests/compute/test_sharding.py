@@ -31,7 +31,7 @@ from trainer.compute.batching import Layout, micro_batches, pad_right
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.scoring import PolicyScorer, prepare_training
 from trainer.compute.sharding import InStep, layers_of, shard
-from trainer.runs.distributed import init_world, sum_gradients
+from trainer.runs.distributed import init_world
 from trainer.runs.optimizer_step import clip_gradients, make_optimizer
 
 FEW = ("Llama, tied", "Qwen2", "Qwen3-MoE", "MiniMind 3 MoE")  # families
@@ -107,7 +107,7 @@ def compare(models, in_step, loss, gradient, dtype=torch.float32):
     shard(scorer, in_step, dtype)
     mine = run_through(scorer, rows_of(world.rank))
     mine.backward()
-    sum_gradients(model.parameters(), world)
+    world.sum_gradients(model.parameters())
     norm = clip_gradients(model, 1e9)
     exact = torch.stack([x.double().square().sum() for x in wanted]).sum().sqrt().item()
     off = furthest([p.grad for p in trained(model)], wanted)
@@ -148,7 +148,7 @@ def steps(in_step):
         optimizers.append(make_optimizer(groups, 1e-2, "bfloat16", 0))
     for _ in range(3):
         run_through(scorers[0], rows_of(world.rank)).backward()
-        sum_gradients(models[0].parameters(), world)
+        world.sum_gradients(models[0].parameters())
         gradients(scorers[1], trained(models[1]), world)
         for model, optimizer in zip(models, optimizers, strict=True):
             clip_gradients(model, 0.5)

@@ -49,7 +49,10 @@ RULES = {"repetition_penalty": 0.5, "length_reward": 0.25, "missing_eos_penalty"
 RULES |= {"max_gen_len": 8, "overlong_buffer": 4, "overlong_penalty": 0.5}
 SUMS = [  # (the reward's fields, responses to p, q, r, {part: scores}, what else is known of the responses)
     (
-        {"models": {"model": judging({f"p: {GOOD}": 1.0, "p: 2": 5.0, "q: no block": -7.0})}},
+        {
+            "models": {"model": judging({f"p: {GOOD}": 1.0, "p: 2": 5.0, "q: no block": -7.0})},
+            "reasoning": True,
+        },
         [GOOD, "no block"],  # whole responses and answer blocks are clipped first
         {"format": [0.5, 0], "marks": [1, 0], "model": [0.4 * 1 + 0.6 * 3, -3], "score": [3.7, -3]},
     ),
@@ -107,7 +110,7 @@ def test_a_score_is_at_its_limit_where_the_clip_holds_it():
     table = {"p: a": 3.0, "p: b": -3.5, "p: c": 2.99, f"p: {GOOD}": 0.0, "p: 2": 9.0}
     other = judging({said: 4.0 * (said == "p: c") for said in table})
     for more, wanted in (({}, [1, 1, 0, 0]), ({"other": other}, [1, 1, 1, 0])):
-        reward = Reward({"model": judging(table, -0.5)} | more)
+        reward = Reward({"model": judging(table, -0.5)} | more, reasoning=True)
         raw = reward.raw_scores(tiny.request_of(["p"] * 4, ["a", "b", "c", GOOD]))
         assert reward.at_limit(raw).tolist() == wanted
 
@@ -152,7 +155,7 @@ def test_normalised_scores_by_hand():
     """The statistics are of whole responses; answer blocks are scaled with the same; weights come last."""
     block = "a<answer>x</answer>"
     table = {f"p: {block}": 10.0, "p: x": 30.0, "p: b": 20.0, "p: c": 30.0, "p: d": 100.0}
-    reward = Reward({"model": judging(table, 2.0)}, normalize=True)
+    reward = Reward({"model": judging(table, 2.0)}, reasoning=True, normalize=True)
     first, later = (reward.raw_scores(tiny.request_of(["p"] * len(x), x)) for x in ([block, "b", "c"], ["d"]))
     parts = reward.combine(first, ALONE)
     close(reward.running["model"], RunningStats(3, 20.0, 200.0))

@@ -16,7 +16,7 @@ from tiny import finish, flags, launch_torchrun, launch_two, read_jsonl
 from transformers import AutoTokenizer
 
 from trainer import train_ppo
-from trainer.runs.distributed import PIECE, World, sum_gradients
+from trainer.runs.distributed import PIECE, World
 
 ALONE = World(0, 1, torch.device("cpu"))
 STEPS = 8
@@ -294,9 +294,9 @@ def test_gradients_are_summed_in_parts_and_one_that_is_missing_is_0(monkeypatch)
     parameters.append(torch.nn.Parameter(torch.ones(3), requires_grad=False))
     for number, p in enumerate(parameters[:3], 1):
         p.grad = torch.full_like(p, number)
-    sum_gradients(parameters, ALONE)
+    ALONE.sum_gradients(parameters)
     assert parameters[3].grad is None
-    sum_gradients(parameters, Twice(0, 2, ALONE.device))
+    Twice(0, 2, ALONE.device).sum_gradients(parameters)
     assert [p.grad.unique().tolist() for p in parameters[:4]] == [[2.0], [4.0], [6.0], [0.0]]
     assert [p.grad.shape for p in parameters[:4]] == [p.shape for p in parameters[:4]]
     assert parameters[4].grad is None

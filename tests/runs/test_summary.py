@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -100,7 +101,8 @@ def test_the_verdict_tells_a_change_of_what_is_held_out_from_chance(row):
     group = "reward" if display in ("PPO", "OFFLINE", "PROMPTS") else "train"
     steps = steps_of(name=f"{group}/{name}") if group == "train" or name == "score" else steps_of()
     records = with_evaluations(steps, {name: float(before)}, {name: float(after)})
-    shown = displays.offline(False, f"eval/{name}") if display == "PROMPTS" else getattr(displays, display)
+    prompts = replace(displays.OFFLINE, tested="prompts", best=name)
+    shown = prompts if display == "PROMPTS" else getattr(displays, display)
     first = verdict(records, shown, held_out=int(held_out))[0]
     assert first.startswith(f"The {name} {text}")
     worse = float(before) > float(after) if name != "loss" else float(before) < float(after)
@@ -112,7 +114,7 @@ def test_what_cannot_be_told_is_said():
     assert "too few steps" in verdict(steps_of()[:2])[0]
     assert "Nothing was measured that says" in verdict([{"step": 0}])[0]
     records = with_evaluations(steps_of(), {"length": 5.0}, {"length": 9.0})
-    assert "Nothing was measured" in verdict(records, displays.offline(False, ""), held_out=9)[0]
+    assert "Nothing was measured" in verdict(records, displays.OFFLINE, held_out=9)[0]
 
 
 NOT_REWARDED = "which is never rewarded:"

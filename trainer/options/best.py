@@ -22,12 +22,12 @@ EVALUATION = "best.json"
 @dataclass(frozen=True)
 class Best:
     """The best evaluation so far. source: what the values depend on besides the actor, as text: values of
-    another source cannot be compared; metric: "eval/…", "" before it is chosen; value: None before the first
+    another source cannot be compared; metric: "eval/…", "" before it is chosen; value: -inf before the first
     evaluation; step: of that evaluation, 0 means that there are no weights."""
 
     source: str = ""
     metric: str = ""
-    value: float | None = None
+    value: float = -math.inf
     step: int = 0
 
     def beaten_by(self, metrics: Mapping[str, float], step: int) -> "Best | None":
@@ -35,20 +35,18 @@ class Best:
         name = self.metric or usual_metric(metrics)
         if name not in metrics:
             return None
-        least = -math.inf if self.value is None else self.value
         value = metrics[name]
-        return replace(self, metric=name, value=value, step=step) if value > least else None
+        return replace(self, metric=name, value=value, step=step) if value > self.value else None
 
     def follows(self, earlier: "Best") -> bool:
         """Whether evaluations to come can be compared with an earlier one, or there will be none."""
-        same = self.source == earlier.source and self.metric in ("", earlier.metric)
-        return same or not self.source
+        return not self.source or (self.source == earlier.source and self.metric in ("", earlier.metric))
 
     def describe(self, file: str | Path) -> str:
         """Words on this file; "" without evaluations."""
         if self.step:
             return f"{file} has those after step {self.step}, the best by {self.metric} ({self.value:.3f})"
-        if self.value is None:
+        if self.value == -math.inf:
             return ""
         return f"there is no {file}, because {self.metric} was never above {self.value:.3f}"
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from trainer.runs.base import Learner
 
@@ -54,16 +55,16 @@ class Ema:
             self.weights[name].copy_(p)
             p.copy_(mine)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint keeps."""
         return {"batches": torch.tensor(self.batches), **self.weights}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over what ``state_dict`` returned. Raises KeyError or RuntimeError for another model's."""
         self.batches = int(state["batches"])
         for name, x in self.weights.items():
             x.copy_(state[name])
 
 
-def _on_host(p: torch.Tensor) -> torch.Tensor:
+def _on_host(p: Tensor) -> Tensor:
     return p.detach().to("cpu", torch.float32)

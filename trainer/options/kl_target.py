@@ -9,12 +9,11 @@ before the actor's first updates: there the KL is 0 whatever the weight. docs/pp
 
 import math
 from argparse import Namespace
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from trainer.compute.rollout_data import Rollout
+from trainer.ppo import Sum
 from trainer.runs.base import Kept, Learner
 
 LARGEST_ERROR = 0.2
@@ -37,7 +36,7 @@ class KlTarget(Kept):
         self.learner = learner
         self.horizon: int = max(args.kl_horizon or HORIZON * responses, responses)
 
-    def follow(self, step: int, newest: Rollout, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
+    def follow(self, step: int, newest: Rollout, sum_over_processes: Sum) -> None:
         """Take in a new batch with its log-probs under old actor and reference, before it is learned from. A
         KL that is not finite changes nothing."""
         if step <= self.learner.first_batch or step % self.every:

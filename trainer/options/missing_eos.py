@@ -5,14 +5,12 @@ else: its gradient points the same way in every response. So the policy answers 
 and the penalty is the standard deviation of their scores without it. It stays the same for the whole run.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from dataset.data_order import global_batch
 from trainer.collect import raw_scores, respond, sampling_from
 from trainer.generation.sampling import noise_keys
 from trainer.rewards.combine import RunningStats
-from trainer.runs.distributed import share_of
 
 PROBE_STEP = -2  # the step of these samples in the sampling noise: neither training nor evaluation has it
 RESPONSES = 64  # at most; never more than a batch, for which there is room
@@ -30,7 +28,7 @@ def choose_penalty(run: Any, logger: Any) -> None:
         return
     count = min(RESPONSES, args.batch_size * world.size)
     places = global_batch(len(run.data), args.seed, 0, count)
-    mine: Sequence[int] = share_of(range(count), world)
+    mine = world.share_of(range(count))
     with world.all_or_none():
         prompts = [run.data[places[i]] for i in mine]
     keys = noise_keys(args.seed, PROBE_STEP, mine)
@@ -45,5 +43,7 @@ def choose_penalty(run: Any, logger: Any) -> None:
     reward.missing_eos_penalty = penalty
     with world.all_or_none():  # the disk may be full
         logger.keep_choice("missing_eos_penalty", penalty)
-    why = f"the scores of {count} responses have the standard deviation {spread:.2g}"
-    logger.say(f"penalty  {penalty:g} for a response that does not end (--missing_eos_penalty): {why}")
+    logger.say(
+        f"penalty  {penalty:g} for a response that does not end (--missing_eos_penalty): the scores of "
+        f"{count} responses have the standard deviation {spread:.2g}"
+    )

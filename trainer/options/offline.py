@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.data_order import next_batch
-from dataset.formats import Keys
+from dataset.formats import Keys, is_pair
 from dataset.lm_dataset import LoggedAnswer, LoggedAnswers, LoggedPairs
 from dataset.record_files import open_records
 from model.loading import eos_ids
@@ -44,12 +44,10 @@ def held_out_pairs(
     args: Namespace, tokenizer: PreTrainedTokenizerBase, actor: PreTrainedModel
 ) -> LoggedPairs | None:
     """The ``LoggedPairs`` of --eval_data_path where offline PPO is to be evaluated on them, else None."""
-    if not (args.offline_data_path and args.eval_data_path):
-        return None
-    first = open_records(args.eval_data_path)[0]
-    if not {"chosen", "rejected"} <= first.keys():
-        return None
-    return load_logged(LoggedPairs, args.eval_data_path, args, tokenizer, actor)
+    path = args.eval_data_path
+    if args.offline_data_path and path and is_pair(open_records(path)[0]):
+        return load_logged(LoggedPairs, path, args, tokenizer, actor)
+    return None
 
 
 def logged_rollout(answers: list[LoggedAnswer], device: torch.device) -> Rollout:
@@ -68,6 +66,6 @@ def collect_logged(world: World, batches: Iterator[list]) -> Batch:
     with seconds.of("rollout"), world.all_or_none():
         answers = next_batch(batches)
         rollout = logged_rollout(answers, world.device)
-    scores = {"score": torch.tensor([answer.score for answer in answers])}
     texts = [answer.response for answer in answers]
-    return Batch(answers, rollout, texts, scores=scores, seconds=seconds)
+    scores = torch.tensor([answer.score for answer in answers])
+    return Batch(answers, rollout, texts, scores={"score": scores}, seconds=seconds)

@@ -7,11 +7,9 @@ It is InstructGPT's "PPO-ptx" (Ouyang et al. 2022, arXiv:2203.02155, eq. 2). Eac
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.data_order import global_batch
@@ -19,7 +17,7 @@ from dataset.lm_dataset import SFTDataset
 from model.loading import check_ends, most_positions
 from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.runs.distributed import World
-from trainer.runs.metrics import Metrics
+from trainer.runs.metrics import Loss, Metrics
 from trainer.runs.optimizer_step import GradientSource
 
 
@@ -61,7 +59,7 @@ class Ptx:
         """What optimizer step ``number`` of the actor learns from the demonstrations."""
         items = self.items[number]
 
-        def loss_of(rows: Sequence[int]) -> tuple[Tensor, Metrics]:
+        def loss_of(rows: list[int]) -> Loss:
             metrics = Metrics()
             logprobs, balance = score_learned([items[row] for row in rows], scorer)
             metrics.add("policy/ptx_loss", -logprobs.sum(), len(logprobs))

@@ -48,17 +48,14 @@ class Replay:
         """This process' rows of the kept batches, and below them those of the new ``rollout`` [B]."""
         if not self.kept:
             return rollout
-        batch = len(self.positions) * self.world.size
-        starts = range(0, len(self.kept.tokens), batch)
+        starts = range(0, len(self.kept.tokens), len(self.positions) * self.world.size)
         mine = self.kept.rows([start + place for start in starts for place in self.positions])
-        device = rollout.tokens.device
-        there = Rollout(**{name: x.to(device) for name, x in mine.filled().items()})
+        there = Rollout(**{name: x.to(rollout.tokens.device) for name, x in mine.filled().items()})
         return join_rollouts([there, rollout])
 
     def keep(self, rollout: Rollout) -> None:
         """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
-        filled = rollout.filled()
-        mine = {name: filled[name].cpu() for name in FIELDS if name in filled}
+        mine = {name: x.cpu() for name, x in rollout.filled().items() if name in FIELDS}
         parts = self.world.gather((self.positions, mine))
         new = join_rollouts([Rollout(**fields) for _, fields in parts])
         order = torch.tensor([place for positions, _ in parts for place in positions]).argsort().tolist()

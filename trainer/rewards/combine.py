@@ -31,7 +31,7 @@ import re
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,9 +49,10 @@ from trainer.rewards.reward_function import (
     call_reward_function,
     load_reward_function,
 )
-from trainer.rewards.reward_models import RewardModel, load_reward_models
+from trainer.rewards.reward_models import RewardModel, RewardModels, load_reward_models
 from trainer.rewards.reward_server import RewardServer
 
+Parts = dict[str, Tensor]  # {name of the part: scores [B]}
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
 SMALLEST_STD = 1e-6  # the least divisor of a normalised score: if all are equal, their std is 0
 
@@ -60,9 +61,9 @@ SMALLEST_STD = 1e-6  # the least divisor of a normalised score: if all are equal
 class RawScores:
     """The scores of B responses, part by part, not yet normalised, clipped or multiplied by weights."""
 
-    parts: dict[str, Tensor] = field(default_factory=dict)  # {name of the part: scores [B]}
+    parts: Parts = field(default_factory=dict)
     # {reward model: scores [B] of the answer blocks alone}, NaN where a response has no block
-    blocks: dict[str, Tensor] = field(default_factory=dict)
+    blocks: Parts = field(default_factory=dict)
     steps: list[Steps] = field(default_factory=list)  # of the function's scores; [] without a function
 
     def replace(self, rows: list[int], new: "RawScores") -> None:
@@ -118,10 +119,10 @@ class Reward:
     fail in one process, while ``combine`` exchanges statistics between all of them (``--normalize_reward``).
     """
 
-    models: dict[str, tuple[RewardModel, float]] = field(default_factory=dict)  # {part: (model, weight)}
+    models: RewardModels = field(default_factory=dict)
     function: RewardFunction | None = None  # the user's
     server: RewardServer | None = None
-    reasoning: bool = True
+    reasoning: bool = False
     normalize: bool = False
     # None until ``PpoRun.begin`` has chosen it (options/missing_eos.py): no response pays it
     missing_eos_penalty: float | None = 0.0
@@ -140,7 +141,7 @@ class Reward:
         """The names of all scores that ``combine`` returns."""
         return list(self(NOTHING))
 
-    def __call__(self, request: Request) -> dict[str, Tensor]:
+    def __call__(self, request: Request) -> Parts:
         return self.combine(self.raw_scores(request))
 
     def raw_scores(self, request: Request) -> RawScores:
@@ -197,7 +198,7 @@ class Reward:
             raw.blocks[name][rows] = scores[count:]
         return {name: scores[:count] for name, scores in found.items()}
 
-    def combine(self, raw: RawScores, world: Any = None) -> dict[str, Tensor]:
+    def combine(self, raw: RawScores, world: Any = None) -> Parts:
         """``RawScores`` -> {part: [B], "score": their sum [B]}; {} without any. With ``--normalize_reward``
         also "score_raw": the sum with raw scores times weights.
 
@@ -210,8 +211,9 @@ class Reward:
         raws = {name: raw.parts[name] for name in limited if name in raw.parts}
         if world:
             for name, x in raws.items():
-                before = self.running.get(name, RunningStats())
-                self.running[name] = sum(world.gather(RunningStats.of(x)), before)
+                self.running[name] = sum(
+                    world.gather(RunningStats.of(x)), self.running.get(name, RunningStats())
+                )
         parts = raw.parts | {name: self._clipped(name, x) for name, x in raws.items()}
         for name, (_, weight) in self.models.items():
             whole = self._clipped(name, raw.parts[name])
@@ -228,7 +230,7 @@ class Reward:
             scores = self.running[name].scale(scores)
         return scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
 
-    def _weighted(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _weighted(self, parts: Parts) -> Parts:
         """Raw scores, those of reward models times their weights."""
         return parts | {name: weight * parts[name] for name, (_, weight) in self.models.items()}
 
@@ -240,7 +242,7 @@ class Reward:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: {part: {"count": …, "mean": …, "squares": …}}, and the penalty."""
-        running = {part: asdict(stats) for part, stats in self.running.items()}
+        running = {part: vars(stats) for part, stats in self.running.items()}
         return {"missing_eos_penalty": self.missing_eos_penalty, **running}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -262,19 +264,14 @@ def named_as_evaluation() -> Iterator[None]:
         raise
 
 
-@dataclass(eq=False)
 class Judge(Reward):
     """The evaluation reward of a run; without any model or function it has no scores. Its scores are taken as
     they are, neither clipped nor normalised. Its models see a thought only with ``--reasoning 1``, as those
     that train."""
 
-    reasoning: bool = False
+    raw_scores = named_as_evaluation()(Reward.raw_scores)
 
-    @named_as_evaluation()
-    def raw_scores(self, request: Request) -> RawScores:
-        return super().raw_scores(request)
-
-    def combine(self, raw: RawScores, world: Any = None) -> dict[str, Tensor]:
+    def combine(self, raw: RawScores, world: Any = None) -> Parts:
         """``RawScores`` -> {name: scores [B]}, "judge" is the sum of the others; {} without a judge."""
         if not raw.parts:
             return {}
@@ -282,7 +279,7 @@ class Judge(Reward):
         return {"judge": total(parts)} | (parts if len(parts) > 1 else {})
 
 
-def total(parts: dict[str, Tensor]) -> Tensor:
+def total(parts: Parts) -> Tensor:
     """{part: [B]} -> their sum [B]"""
     return torch.stack(list(parts.values())).sum(0)
 
@@ -293,8 +290,10 @@ def finite(flag: str, scores: Tensor | list[float], texts: list[str]) -> Tensor:
     scores = torch.as_tensor(scores, dtype=torch.float32)
     for score, text in zip(scores.tolist(), texts, strict=True):
         if not math.isfinite(score):
-            shown = json.dumps(text, ensure_ascii=False)[:80]
-            raise InputError(f"{flag}: the score {score} for the response {shown}; scores must be finite")
+            raise InputError(
+                f"{flag}: the score {score} for the response {json.dumps(text, ensure_ascii=False)[:80]}; "
+                "scores must be finite"
+            )
     return scores
 
 
@@ -307,11 +306,10 @@ def load_reward(
 ) -> Reward:
     """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for; of_run: what
     else (``names_of_run``)."""
-    # Before the models, which take long.
-    function = load_reward_function(args.reward_fn, *datasets, of_run=of_run)
     return Reward(
+        # Before the models, which take long.
+        function=load_reward_function(args.reward_fn, *datasets, of_run=of_run),
         models=load_reward_models(args.reward_model, args, device, dtype),
-        function=function,
         server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,
         reasoning=args.reasoning,
         normalize=args.normalize_reward,
@@ -332,14 +330,13 @@ def load_judge(
     device: torch.device,
     dtype: torch.dtype,
     held_out: RecordDataset | None,
-    of_run: Collection[str] = (),
+    of_run: Collection[str],
 ) -> Judge:
     """Flags -> the ``Judge`` of the run. held_out: the records that its function may ask for; of_run: as of
     ``load_reward``. Raises InputError as that does, with the names of these flags."""
-    function = load_reward_function(args.eval_reward_fn, held_out, of_run=of_run)
     return Judge(
+        function=load_reward_function(args.eval_reward_fn, held_out, of_run=of_run),
         models=load_reward_models(args.eval_reward_model, args, device, dtype),
-        function=function,
         timeout=args.reward_timeout,
         whole=bool(args.reasoning),
     )

@@ -27,6 +27,7 @@ from errors import InputError
 
 RewardFunction = Callable[..., object]  # the user's: what it returns is checked
 Steps = list[tuple[int, float]]  # (character offset, the length for the end; score) of a response
+Returned = tuple[list[float], list[Steps]]  # the scores of B responses, and their steps
 # The places of names that can mean only one thing: a function with another order must not be called wrongly.
 # "completions" is what TRL calls the responses.
 PLACES = {"prompts": 0, "responses": 1, "completions": 1}
@@ -98,8 +99,11 @@ def wanted(function: RewardFunction) -> dict[str, Parameter]:
             "--reward_fn: the function is called with prompts, responses, answers, so its first three "
             f"parameters must be these, in this order; they are ({', '.join(names)[:100]})"
         )
-    parameters = signature.parameters.items()
-    return {name: p for name, p in parameters if name not in given and p.kind != p.VAR_POSITIONAL}
+    return {
+        name: p
+        for name, p in signature.parameters.items()
+        if name not in given and p.kind != p.VAR_POSITIONAL
+    }
 
 
 def must_have(p: Parameter) -> bool:
@@ -134,9 +138,7 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
     return found | {name: value for name, value in request.of_run.items() if name in asked}
 
 
-def call_reward_function(
-    function: RewardFunction, request: Request, seconds: float
-) -> tuple[list[float], list[Steps]]:
+def call_reward_function(function: RewardFunction, request: Request, seconds: float) -> Returned:
     """Call the user's function -> the scores of B responses, and the steps of each, [] where it returned a
     number. It is not asked about no responses. seconds: time limit, 0 for none.
 
@@ -148,8 +150,9 @@ def call_reward_function(
     prompts = [prompt.prompt for prompt in request.prompts]
     answers = [prompt.answer for prompt in request.prompts]
     # A copy, so that the function may change its arguments.
-    asked = copy.deepcopy((prompts, request.responses, answers, arguments(function, request)))
-    prompts, responses, answers, more = asked
+    prompts, responses, answers, more = copy.deepcopy(
+        (prompts, request.responses, answers, arguments(function, request))
+    )
     try:
         with time_limit(seconds):
             returned = function(prompts, responses, answers, **more)
@@ -175,7 +178,7 @@ def call_reward_function(
 UNORDERED = (str, bytes, dict, set)  # no lists of scores
 
 
-def as_scores(returned: object, responses: list[str]) -> tuple[list[float], list[Steps]]:
+def as_scores(returned: object, responses: list[str]) -> Returned:
     """-> a number for each of these responses, the sum of its steps where it has any; and the steps of each.
     Raises InputError that says what is wrong with what was returned."""
     given = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, UNORDERED) else []

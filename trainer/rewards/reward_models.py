@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from dataset.chat_template import conversation_ids
-from dataset.formats import to_messages
+from dataset.formats import Answered, to_messages
 from errors import InputError
 from model.loading import (
     as_input_error,
@@ -43,7 +43,7 @@ from trainer.compute.precision import autocast, check_finite
 from trainer.compute.rollout_data import length_mask
 from trainer.compute.scoring import pack_sequences, packed_states
 
-Conversations = list[tuple[list | str, str]]  # pairs of a prompt, messages or text, and a response
+Conversations = list[Answered]  # pairs of a prompt, messages or text, and a response
 
 # Conversations that a model's get_score and get_scores both score, to be compared
 TURNS = [{"role": role, "content": "b"} for role in ("system", "user", "assistant", "user")]
@@ -69,6 +69,9 @@ class RewardModel(ABC):
     @abstractmethod
     def __call__(self, conversations: Conversations) -> Tensor:
         """N pairs (prompt, response) -> scores [N], fp32 on the CPU."""
+
+
+RewardModels = dict[str, tuple[RewardModel, float]]  # {name of the part: (model, weight)}
 
 
 class ClassifierRewardModel(RewardModel):
@@ -252,13 +255,13 @@ def parse_spec(text: str) -> tuple[str, float]:
 
 def load_reward_models(
     specs: list[str], args: Namespace, device: torch.device, dtype: torch.dtype
-) -> dict[str, tuple[RewardModel, float]]:
-    """["PATH" or "PATH=WEIGHT", …] -> {name of the part: (model, weight)}.
+) -> RewardModels:
+    """["PATH" or "PATH=WEIGHT", …] -> the models with their weights.
 
     A single model is the part "model"; several are named after their folders, "model_<folder>". args: the
     flags, for --trust_remote_code and --reward_dtype; dtype: of mixed precision.
     """
-    loaded: dict[str, tuple[RewardModel, float]] = {}
+    loaded: RewardModels = {}
     weights = "auto" if args.reward_dtype == "auto" else getattr(torch, args.reward_dtype)
     for spec in specs:
         path, weight = parse_spec(spec)

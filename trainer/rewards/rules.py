@@ -8,6 +8,7 @@ combine.py calls the rules. A rule of your own needs no change here: see ``--rew
 """
 
 import re
+from collections.abc import Sequence
 
 from dataset.answers import as_number, final_number
 
@@ -59,10 +60,14 @@ def repetition_penalty(response: str, largest: float) -> float:
 
     In between it grows linearly with the share of repeated trigrams. MiniMind's ``largest`` is 0.5.
     """
-    words = REPEATED.findall(response.lower())
-    trigrams = list(zip(words, words[1:], words[2:], strict=False))
-    repeated = 1 - len(set(trigrams)) / len(trigrams) if trigrams else 0.0
-    return largest * min(1.0, 2 * repeated)
+    return largest * min(1.0, 2 * repetition(REPEATED.findall(response.lower())))
+
+
+def repetition(items: Sequence[object]) -> float:
+    """The share of the trigrams of these words or tokens that occurred before among them; 0 for fewer than
+    four."""
+    trigrams = list(zip(items, items[1:], items[2:], strict=False))
+    return 1 - len(set(trigrams)) / len(trigrams) if trigrams else 0.0
 
 
 def length_reward(response: str, size: float) -> float:

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Kept:
     """A ``Stateful`` (torch's protocol) whose state is those of its attributes that ``kept`` names."""
 
-    kept: tuple[str, ...] = ()
+    kept: tuple[str, ...]
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.kept}
@@ -111,11 +111,6 @@ class Run(ABC):
     @abstractmethod
     def modules(self) -> Mapping[str, nn.Module]:
         """{file name: what a checkpoint has the weights of}"""
-
-    @property
-    @abstractmethod
-    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
-        """{file name: what a checkpoint has the moments of}"""
 
     @property
     def positions(self) -> list[int]:

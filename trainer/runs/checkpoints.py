@@ -1,7 +1,7 @@
 """Checkpoints: the folder ``checkpoints/step_<n>/``, all that a run needs to continue after batch n.
 
 What is in it, and why it is complete or absent: docs/reliability.md, "Checkpoints". ``modules``,
-``optimizers`` and ``states`` of a ``Run`` list what to save. What is loaded again from its own
+``learners`` and ``states`` of a ``Run`` list what to save. What is loaded again from its own
 file is not in it, and no random states: sampling noise, the order of prompts and learning rates are pure
 functions of the seed and the step. Loading runs no code: it reads safetensors, JSON and text.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from atomic_files import move, sync, writing
@@ -69,17 +69,11 @@ def _tensors(run: Run) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """(file name, {key: weight or moment}) for each file. A moment: "<number of the parameter>.exp_avg"."""
     for name, module in run.modules.items():
         yield name, dict(learned(module))
-    for name, optimizer in run.optimizers.items():
-        states = enumerate(optimizer.state.get(p, {}) for p in _numbered(run, name))
-        yield name, {f"{number}.{kind}": x for number, state in states for kind, x in state.items()}
-
-
-def _numbered(run: Run, name: str) -> list[nn.Parameter]:
-    """What an optimizer trains, in the order of numbers: of the model, which sharding does not change. In
-    stages 1 and 2, where nothing is sharded, it is the optimizer's own."""
-    if model := run.modules.get(name.removesuffix("_optimizer")):
-        return trained(model)
-    return [p for group in run.optimizers[name].param_groups for p in group["params"]]
+    for name, learner in run.learners.items():
+        # Numbered in the order of the model, which sharding does not change.
+        states = enumerate(learner.optimizer.state.get(p, {}) for p in trained(learner.model))
+        moments = {f"{number}.{kind}": x for number, state in states for kind, x in state.items()}
+        yield f"{name}_optimizer", moments
 
 
 def _write_states(folder: Path, run: Run) -> None:
@@ -92,8 +86,8 @@ def _write_states(folder: Path, run: Run) -> None:
         else:
             state[name] = kept
     (folder / "state.json").write_text(json.dumps(state), "utf-8")
-    lines = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
-    (folder / SUMS).write_bytes("".join(lines).encode())  # sha256sum reads no other ends of lines
+    lines = "".join(f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir()))
+    (folder / SUMS).write_bytes(lines.encode())  # sha256sum reads no other ends of lines
     for path in folder.iterdir():
         sync(path)
 
@@ -174,18 +168,18 @@ def load(path: Path, run: Run) -> None:
             for key, p in learned(module).items():
                 _fill(p, weights[key])
         # Learning rates and coefficients come from the flags, as in a new run.
-        for name, optimizer in run.optimizers.items():
-            moments = load_file(path / f"{name}.safetensors")
-            for number, p in enumerate(_numbered(run, name)):
+        for name, learner in run.learners.items():
+            moments = load_file(path / f"{name}_optimizer.safetensors")
+            for number, p in enumerate(trained(learner.model)):
                 if f"{number}.step" in moments:
-                    optimizer.state[p] = zero_moments(optimizer, p)
-                    for kind, x in optimizer.state[p].items():
+                    state = learner.optimizer.state[p] = zero_moments(learner.optimizer, p)
+                    for kind, x in state.items():
                         _fill(x, moments[f"{number}.{kind}"])
-        state = json.loads((path / "state.json").read_bytes())
+        saved = json.loads((path / "state.json").read_bytes())
         for name, holder in run.states.items():
             tensors = path / f"{name}.safetensors"
-            holder.load_state_dict(load_file(tensors) if tensors.is_file() else state.get(name, {}))
-        run.progress = Progress(**{name: state[name] for name in asdict(run.progress)})
+            holder.load_state_dict(load_file(tensors) if tensors.is_file() else saved.get(name, {}))
+        run.progress = Progress(**{name: saved[name] for name in asdict(run.progress)})
         run.saved_step = run.progress.step
         if run.saved_step > run.total_steps:
             raise InputError(f"state.json is at step {run.saved_step} of {run.total_steps}")

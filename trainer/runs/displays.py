@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+Texts = dict[str, str]  # {metric: its label or its format}
 Row = dict[str, Any]  # a line of another JSONL file of the run folder
 Rows = dict[str, list[Row]]  # {file: what is written to it}
 StepLog = tuple[dict[str, float], Rows]  # what a step or an evaluation has found: metrics, rows to keep
@@ -23,10 +24,10 @@ class Panel(NamedTuple):
     """One plot. A metric that a run does not have is left out; in report.html so is a plot without any."""
 
     title: str
-    series: dict[str, str]  # {metric, or PARTS: its label, "" for its own name}
+    series: Texts  # {metric, or PARTS: its label, "" for its own name}
     look_for: str
 
-    def curves(self, logged: Mapping[str, Sized]) -> dict[str, str]:
+    def curves(self, logged: Mapping[str, Sized]) -> Texts:
         """{metric: label} of those that were logged: {metric: its values}."""
         return {
             name: label or name.split("/", 1)[1]
@@ -43,8 +44,8 @@ class Display:
     folder: str  # without --run_name, run folders are called <folder>_<n>
     unit: str  # what a batch consists of, for the line ``run     20 steps of 32 pairs``
     tested: str  # what an evaluation consists of
-    line: dict[str, str]  # the line of a step: {metric: its format}
-    evaluation: dict[str, str]  # the line of an evaluation
+    line: Texts  # the line of a step: {metric: its format}
+    evaluation: Texts  # the line of an evaluation
     panels: tuple[Panel, ...]  # the plots of report.html; the first six are in curves.png
     best: str  # the metric that is compared: of the evaluations eval/<best>, of the steps <group>/<best>
     followed: tuple[str, ...]  # the table of the steps: metrics, or PARTS
@@ -91,11 +92,3 @@ OFFLINE = replace(PPO, **TABLE["offline"])
 SFT = display_of(TABLE["sft"])
 PAIRS = display_of(TABLE["pairs"])
 RATINGS = display_of(TABLE["ratings"])
-
-
-def offline(pairs: bool, best: str) -> Display:
-    """The display of offline PPO. pairs: whether some are held out; without any, ``best`` is compared,
-    "eval/…" or "", which the answers to held-out prompts have."""
-    if pairs or not best:
-        return OFFLINE
-    return replace(OFFLINE, tested="prompts", best=best.removeprefix("eval/"))

@@ -73,9 +73,9 @@ class World:
     def lost_contact(self, error: RuntimeError) -> SystemExit:
         """-> what ends this process where the connection to another one broke. torchrun prints which process
         ended first, and why."""
-        reason = first_line(error)[:120]
         return SystemExit(
-            f"error: process {self.rank} lost contact with the others ({reason}); go on with --resume"
+            f"error: process {self.rank} lost contact with the others ({first_line(error)[:120]}); go on "
+            "with --resume"
         )
 
     @contextmanager
@@ -112,6 +112,34 @@ class World:
                 f"error: processes hold different weights, nothing is saved; checksums by rank: {everyone}"
             )
 
+    def share_of(self, items: Sequence[T]) -> list[T]:
+        """This process' share of a dataset's items. Where there are too few to share, every process takes
+        all, which gives the same means."""
+        return list(items if len(items) < self.size else items[self.rank :: self.size])
+
+    def batches_of(self, count: int, size: int) -> list[list[int]]:
+        """This process' share of the places 0 to ``count`` - 1 -> lists of at most ``size`` places, equally
+        many in all processes: [] where only others have some left."""
+        places = self.share_of(range(count))
+        most = count if count < self.size else -(-count // self.size)
+        return [places[start : start + size] for start in range(0, most, size)]
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace the gradients of all parameters that train by their sums over all processes; one that a
+        process does not have counts as 0. Sharded parameters are left out: torch has summed theirs in the
+        backward."""
+        if self.size == 1:
+            return
+        grads = []
+        for p in sharded_and_whole(parameters)[1]:
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                grads.append(p.grad)
+        for some in _take_tensors(grads, SUMMED):
+            sums = self.sum(_flatten_dense_tensors(some))
+            for grad, part in zip(some, _unflatten_dense_tensors(sums, some), strict=True):
+                grad.data = part
+
     def __enter__(self) -> "World":
         return self
 
@@ -132,22 +160,6 @@ def bits_in_order(module: nn.Module) -> int:
         for bits in p.detach().float().view(torch.int32).flatten().split(PIECE):
             sums.append((bits * places[: len(bits)]).sum())
     return hash(tuple(torch.stack(sums).tolist()))
-
-
-def sum_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
-    """Replace the gradients of all parameters that train by their sums over all processes; one that a process
-    does not have counts as 0. Sharded parameters are left out: torch has summed theirs in the backward."""
-    if world.size == 1:
-        return
-    grads = []
-    for p in sharded_and_whole(parameters)[1]:
-        if p.requires_grad:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            grads.append(p.grad)
-    for some in _take_tensors(grads, SUMMED):
-        sums = world.sum(_flatten_dense_tensors(some))
-        for grad, part in zip(some, _unflatten_dense_tensors(sums, some), strict=True):
-            grad.data = part
 
 
 def init_world(device: str, require: int = False) -> World:
@@ -192,19 +204,3 @@ def store_of_attempt(store: dist.Store) -> dist.Store:
             "with --run_name and --resume auto"
         )
     return dist.PrefixStore(f"attempt_{attempt}", store)
-
-
-def share_of(items: Sequence[T], world: World) -> list[T]:
-    """This process' share of a dataset's items. Where there are too few to share, every process takes all,
-    which gives the same means."""
-    if len(items) < world.size:
-        return list(items)
-    return list(items[world.rank :: world.size])
-
-
-def batches_of(count: int, size: int, world: World) -> list[list[int]]:
-    """This process' share of the places 0 to ``count`` - 1 -> lists of at most ``size`` places, equally many
-    in all processes: [] where only others have some left."""
-    places = share_of(range(count), world)
-    most = count if count < world.size else -(-count // world.size)
-    return [places[start : start + size] for start in range(0, most, size)]

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+Known = dict[str, Any]  # {name: value} of flags, facts, metrics, conclusions
 SCRIPT = "train_ppo.py"  # stages 1 and 2 have none of the metrics
 WRONG = "wrong"  # the levels of a finding
 LOOK = "look"
@@ -55,23 +56,24 @@ class Past:
     from all that, for conditions and texts of health.toml.
     """
 
-    def __init__(self, args: dict[str, Any]) -> None:
+    def __init__(self, args: Known) -> None:
         self.args = args
-        self.facts: dict[str, Any] = args.get("facts", {})
-        self.usual: dict[str, list[float]] = TABLE["usual"] | TABLE["usual_with"].get(
-            args.get("policy_loss"), {}
-        )
-        for name, rate in self.facts.get("suited", {}).items():
-            self.usual[name] = [rate / FAR, rate * FAR, rate]
+        self.facts: Known = args.get("facts", {})
+        suited = self.facts.get("suited", {})
+        self.usual: dict[str, list[float]] = {
+            **TABLE["usual"],
+            **TABLE["usual_with"].get(args.get("policy_loss"), {}),
+            **{name: [rate / FAR, rate * FAR, rate] for name, rate in suited.items()},
+        }
         self.step = 0  # of the newest record
         self.trained = 0  # how many steps were trained
         self.values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         self.steps: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
-        self.seen: dict[str, Any] = {}
+        self.seen: Known = {}
         self.responses = self.known("batch_size") * self.known("processes")  # of a step; 0: not known
         self.enough = min(WINDOW, math.ceil(ENOUGH / (self.responses or ENOUGH)))  # steps to see ``ENOUGH``
 
-    def add(self, record: dict[str, Any]) -> None:
+    def add(self, record: Known) -> None:
         """Take in a line of metrics.jsonl."""
         self.step = record["step"]
         self.trained += self.step > 0
@@ -98,7 +100,7 @@ class Past:
         count = 1 if name.startswith("eval/") else max(1, len(values) // 10)
         return (fmean(values[:count]), fmean(values[-count:])) if len(values) > 1 else None
 
-    def holds(self, conditions: Iterable[str]) -> dict[str, Any]:
+    def holds(self, conditions: Iterable[str]) -> Known:
         """For the first of these that holds (health.toml says how they are written): ``since``, the first
         step of those that show it, and ``start``, the metric at the start of the run; else nothing."""
         for condition in conditions:
@@ -107,7 +109,7 @@ class Past:
                 return found[0]
         return {}
 
-    def _part(self, condition: str) -> dict[str, Any]:
+    def _part(self, condition: str) -> Known:
         """``holds`` for a condition without "and"."""
         name, *words = condition.split()
         if not words:
@@ -229,7 +231,7 @@ class Rule:
 RULES = [Rule(name=name, **row) for name, row in TABLE["rules"].items()]
 
 
-def finding_of(rule: Rule, past: Past, seen: dict[str, Any], level: str) -> Rule:
+def finding_of(rule: Rule, past: Past, seen: Known, level: str) -> Rule:
     """A row of which a condition holds -> the finding. seen: what ``Past.holds`` says of the condition."""
     newest = {name: values[-1] for name, values in past.values.items() if values}
     known = {**past.facts, **past.args, **newest, **past.seen, **seen}
@@ -271,14 +273,14 @@ def moved(past: Past, move: re.Match[str]) -> str:
 class Health:
     """The findings of a run, step by step. args: config.json as a dict, or {}."""
 
-    def __init__(self, args: dict[str, Any]) -> None:
+    def __init__(self, args: Known) -> None:
         self._found: dict[str, Rule] = {}  # by rule: the first one, or the first one that is "wrong"
         self.past = Past(args)
         logged = args.get("offline_data_path")
         checked = args.get("script", SCRIPT) == SCRIPT
         self._rules = [rule for rule in RULES if checked and (rule.offline or not logged)]
 
-    def add(self, record: dict[str, Any]) -> list[Rule]:
+    def add(self, record: Known) -> list[Rule]:
         """Take in a line of metrics.jsonl -> the findings that begin with it, or become "wrong" with it."""
         self.past.add(record)
         begun = []

@@ -61,6 +61,9 @@ class Metrics:
         return means
 
 
+Loss = tuple[Tensor, Metrics]  # a micro-batch's share of a minibatch's loss, and what was measured with it
+
+
 def together(numbers: list[Number], device: torch.device) -> Tensor:
     """Numbers and tensors of one element -> fp64 [n] on the device. The host waits for no GPU."""
     return torch.stack(

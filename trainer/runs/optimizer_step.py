@@ -9,9 +9,9 @@ run that goes on with such steps, and adapts the scale of fp16's losses (compute
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ from model.weights import local_part, sharded_and_whole, whole
 from trainer.compute.batching import micro_batches, pass_size
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.runs.base import Learner, Run
-from trainer.runs.distributed import sum_gradients
-from trainer.runs.metrics import Metrics
+from trainer.runs.metrics import Loss, Metrics
 
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
 # Numbers that AdamWInHalf computes at a time, so that no fp32 copy of a whole moment exists
@@ -32,7 +31,7 @@ CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 # What a loss is of: the lengths of sequences in tokens, and ``loss_of(rows)`` -> (loss, ``Metrics``).
-GradientSource = tuple[list[int], Callable[[list[int]], tuple[Tensor, Metrics]]]
+GradientSource = tuple[list[int], Callable[[list[int]], Loss]]
 
 
 def gradients_that_fit(run: Run, sources: list[GradientSource], pieces: int = 1) -> Metrics:
@@ -84,8 +83,8 @@ def backward(run: Run, sources: list[GradientSource], token_budget: int) -> Metr
 
 def forget_gradients(run: Run) -> None:
     """Discard the gradients of all models."""
-    for optimizer in run.optimizers.values():
-        optimizer.zero_grad()
+    for learner in run.learners.values():
+        learner.optimizer.zero_grad()
 
 
 # --------------------------------------------------------------------------------------------------- steps
@@ -106,7 +105,7 @@ def step_if_finite(run: Run, learner: Learner, loss: float, number: int) -> Step
     """Optimizer step ``number`` of the run for one model: sum gradients over processes, clip their norm to
     --grad_clip, step, free the gradients. If the ``Step`` is not ``finite``, weights, moments and weight
     decay do not move. ``note_steps`` has to be told of it."""
-    sum_gradients(learner.model.parameters(), run.world)
+    run.world.sum_gradients(learner.model.parameters())
     run.loss_scale.unscale(learner.model)
     step = Step(loss, clip_gradients(learner.model, run.args.grad_clip))
     for group in learner.optimizer.param_groups:
@@ -129,13 +128,12 @@ def clip_gradients(model: nn.Module, largest: float) -> float:
     return norm.item()
 
 
-def note_steps(run: Run, steps: Iterable[Step]) -> None:
+def note_steps(run: Run, steps: Sequence[Step]) -> None:
     """Take note of a minibatch's ``Step`` of each model that had one, once: adapt the loss scale, which the
     models share, and count. ``MAX_BAD_STEPS`` minibatches in a row with a step that was not finite end the
     run (SystemExit). One does not count if the loss scale of fp16 was too large for it and could be lowered.
     """
     progress = run.progress
-    steps = list(steps)
     bad = sum(not step.finite for step in steps)
     # The loss is computed without the scale: if it is not finite, a lower scale does not help.
     lowered = all(math.isfinite(step.loss) for step in steps) and run.loss_scale.adapt(not bad)
@@ -183,34 +181,32 @@ class AdamWInHalf(AdamW):
         """One step with the present gradients. A parameter without a gradient is left alone."""
         trained = [(p, group) for group in self.param_groups for p in group["params"]]
         for number, (p, group) in enumerate(trained):
-            if p.grad is not None:
-                self._step_of(p, p.grad, group, number)
-
-    def _step_of(self, p: nn.Parameter, grad: Tensor, group: dict[str, Any], number: int) -> None:
-        state = self.state[p]
-        if not state:
-            state |= zero_moments(self, p)
-        state["step"] += 1
-        step = int(state["step"])
-        rate = group["lr"]
-        beta1, beta2 = group["betas"]
-        size = CHUNK[p.device.type]
-        chunks = [
-            local_part(x).view(-1).split(size) for x in (p, grad, state["exp_avg"], state["exp_avg_sq"])
-        ]
-        # All chunks use the same bits, because drawing them costs more than the rest.
-        random = torch.Generator(p.device).manual_seed(zlib.crc32(f"{self.seed} {step} {number}".encode()))
-        bits = torch.randint(
-            1 << 16, chunks[0][0].shape, generator=random, dtype=torch.int32, device=p.device
-        )
-        for weight, g, first, second in zip(*chunks, strict=True):
-            m = first.float().lerp_(g, 1 - beta1)
-            v = second.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
-            first.copy_(m)
-            weight.mul_(1 - rate * group["weight_decay"])
-            root = v.sqrt().mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
-            weight.addcdiv_(m, root, value=-rate / (1 - beta1**step))
-            second.copy_(rounded_at_random(v, bits[: len(v)]))
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                state |= zero_moments(self, p)
+            state["step"] += 1
+            step = int(state["step"])
+            rate = group["lr"]
+            beta1, beta2 = group["betas"]
+            tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
+            chunks = [local_part(x).view(-1).split(CHUNK[p.device.type]) for x in tensors]
+            # All chunks use the same bits, because drawing them costs more than the rest.
+            random = torch.Generator(p.device).manual_seed(
+                zlib.crc32(f"{self.seed} {step} {number}".encode())
+            )
+            bits = torch.randint(
+                1 << 16, chunks[0][0].shape, generator=random, dtype=torch.int32, device=p.device
+            )
+            for weight, g, first, second in zip(*chunks, strict=True):
+                m = first.float().lerp_(g, 1 - beta1)
+                v = second.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
+                first.copy_(m)
+                weight.mul_(1 - rate * group["weight_decay"])
+                root = v.sqrt().mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
+                weight.addcdiv_(m, root, value=-rate / (1 - beta1**step))
+                second.copy_(rounded_at_random(v, bits[: len(v)]))
 
 
 def zero_moments(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:

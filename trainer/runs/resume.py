@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from filelock import FileLock, Timeout
 from torch import nn
-from transformers import __version__ as transformers_version
 
 from atomic_files import write_whole, writing
 from errors import InputError
@@ -78,9 +78,8 @@ class RunFolder:
         try:
             self._held.acquire(timeout=0)
         except Timeout:
-            holder = named.read_text("utf-8")
             raise InputError(
-                f"{self.path} is in use by {holder}; stop that process or name another run"
+                f"{self.path} is in use by {named.read_text('utf-8')}; stop that process or name another run"
             ) from None
         named.write_text(f"process {os.getpid()} on {platform.node()}", "utf-8")
 
@@ -141,7 +140,7 @@ def write_config(run: Run, folder: RunFolder, argv: list[str]) -> None:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "kernels": "compiled" if kernels_of(run.world.device.type) else "torch's",
-            "transformers": transformers_version,
+            "transformers": transformers.__version__,
         },
         "fingerprints": run.fingerprints(),
         "facts": run.facts(),

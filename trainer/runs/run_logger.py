@@ -180,8 +180,10 @@ class RunLogger:
         except InputError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            self.say(f"note: report.html cannot be made ({reason}); report it on the project's issue page")
+            self.say(
+                f"note: report.html cannot be made ({type(error).__name__}: {first_line(error)}); report it "
+                "on the project's issue page"
+            )
         end = time.perf_counter()
         self._report_due = end + SHARE * (end - start)
         return text

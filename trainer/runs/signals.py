@@ -6,7 +6,6 @@ import signal
 import time
 from contextlib import suppress
 from functools import partial
-from types import FrameType
 
 from trainer.runs.distributed import World
 
@@ -38,7 +37,7 @@ class StopRequest:
         self._old = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: object) -> None:
         echo = ECHO if "WORLD_SIZE" in os.environ else 0.0
         if os.getpid() != self._process:
             if number == signal.SIGTERM:

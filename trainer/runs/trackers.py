@@ -14,17 +14,17 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from errors import InputError, first_line
 
 Values = Mapping[str, float | str]  # metrics and texts
+Known = dict[str, Any]  # what SwanLab and Weights & Biases call a run, its flags among it
 Started = tuple[Any, Callable[[str], Any]]  # a run as the package has it; a text -> the package's form of it
 
 
-def start_swanlab(folder: Path, known: dict[str, Any], step: int) -> Started:
+def start_swanlab(folder: Path, known: Known, step: int) -> Started:
     """SwanLab, in ``swanlog/`` of the run folder; online too if the user is logged in. known: what it and
     Weights & Biases call a run, its flags among it; step: after which the run goes on."""
     import swanlab  # here, because importing it takes a second or more; the same below
@@ -33,7 +33,7 @@ def start_swanlab(folder: Path, known: dict[str, Any], step: int) -> Started:
     return swanlab.init(**known, log_dir=str(folder / "swanlog"), mode=mode), swanlab.Text
 
 
-def start_tensorboard(folder: Path, known: dict[str, Any], step: int) -> Started:
+def start_tensorboard(folder: Path, known: Known, step: int) -> Started:
     """TensorBoard, in ``tensorboard/`` of the run folder. It needs no TensorFlow, and hides what is there of
     steps done again."""
     from torch.utils.tensorboard import SummaryWriter
@@ -51,17 +51,17 @@ def start_tensorboard(folder: Path, known: dict[str, Any], step: int) -> Started
             self.flush()  # else it would be two minutes behind
 
     writer = TensorBoard(str(folder / "tensorboard"), purge_step=step and step + 1)
-    return writer, partial(textwrap.indent, prefix="    ")  # as it is, in Markdown
+    return writer, lambda text: textwrap.indent(text, "    ")  # as it is, in Markdown
 
 
-def start_wandb(folder: Path, known: dict[str, Any], step: int) -> Started:
+def start_wandb(folder: Path, known: Known, step: int) -> Started:
     """Weights & Biases, in ``wandb/`` of the run folder; online too if the user is logged in and WANDB_MODE
     does not say otherwise."""
     import wandb
 
     known["mode"] = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-    settings = wandb.Settings(console="off")  # the output is the run's own
-    run = wandb.init(**known, dir=str(folder), settings=settings)
+    # The output is the run's own.
+    run = wandb.init(**known, dir=str(folder), settings=wandb.Settings(console="off"))
     return run, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>")
 
 
@@ -115,15 +115,17 @@ class Trackers:
 
 def add_flags(add: Callable[..., None]) -> None:
     """Declare the flags of trackers, as in trainer/flags.py."""
-    choices = ["none", *TRACKERS]
-    add("--tracker", [], "also log there; several work", nargs="*", choices=choices, may_change=True)
+    known = ["none", *TRACKERS]
+    add("--tracker", [], "also log there; several work", nargs="*", choices=known, may_change=True)
     add("--use_wandb", bool, "MiniMind's name for --tracker swanlab", may_change=True)
     add("--wandb_project", "small-lm-ppo", "project in SwanLab and wandb", may_change=True)
 
 
 def wanted(args: Namespace) -> list[str]:
     """The names of the trackers that the flags ask for. InputError if a package is missing."""
-    names = {*args.tracker, *(["swanlab"] if args.use_wandb else [])} - {"none"}
+    names = set(args.tracker) - {"none"}
+    if args.use_wandb:
+        names.add("swanlab")
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"--tracker {name}: needs {name}; pip install {name}")
