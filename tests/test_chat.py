@@ -17,6 +17,7 @@ from tiny import (
     ROOT,
     assistant,
     llama_config,
+    refused,
     save_policy_dir,
     tiny_llama,
     user,
@@ -27,7 +28,6 @@ from transformers import LlamaForCausalLM
 
 import chat
 from dataset.chat_template import set_system_prompt
-from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
 from trainer.endings import Endings, keep_endings
@@ -201,8 +201,7 @@ def test_bad_flags(flags, out, tmp_path, monkeypatch):
     argv = ["--prompt", "hi", "--out_dir", str(out), *flags.split()]
     if "--model" in argv:
         argv += ["--tokenizer", str(out / "ppo_actor_32")]
-    with pytest.raises(InputError, match=BAD[flags]):
-        chat.main(argv)
+    refused(BAD[flags], chat.main, argv)
 
 
 def test_the_newest_actor_is_loaded(tmp_path):
@@ -256,8 +255,7 @@ def test_without_a_template_there_is_neither_history_nor_a_system_message(tmp_pa
     assert one.encode("w0 w1") == [4, 5]
     converse(one, ["w1 \udcff", "w1", "w2"], monkeypatch)  # a stray byte, as a shell passes it on
     assert not one.history and "\nthe tokenizer " in capsys.readouterr().err
-    with pytest.raises(InputError, match="--system_prompt: the tokenizer has no chat template"):
-        speaker(path, system_prompt="w1")
+    refused("--system_prompt: the tokenizer has no chat template", speaker, path, system_prompt="w1")
 
 
 def test_ctrl_c_forgets_the_question_and_goes_on(out, monkeypatch, capsys):

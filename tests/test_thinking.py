@@ -65,8 +65,7 @@ def test_every_stage_renders_the_prompt_with_the_arguments(tmp_path, name, kwarg
     demonstration = [{"prompt": "a b", "answer": "<think>\nc\n</think>\n\nd"}]
     path = tiny.write_jsonl(tmp_path / "d.jsonl", demonstration)
     if end == CLOSED:  # this answer has a thought
-        with pytest.raises(InputError, match="cannot be split"):
-            SFTDataset(path, tokenizer, 64)
+        tiny.refused("cannot be split", SFTDataset, path, tokenizer, 64)
         return
     ((ids, mask),) = SFTDataset(path, tokenizer, 64)
     learned = [i for i, counts in zip(ids, mask, strict=True) if counts]
@@ -122,8 +121,7 @@ def thinkers(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "flags_", "message"), WRONG)
 def test_what_cannot_be_rendered_is_one_line(thinkers, tmp_path, name, flags_, message):
-    with pytest.raises(InputError, match=message):
-        train_ppo.main(tiny.flags(**thinkers[name], **flags_, out_dir=tmp_path / "out"))
+    tiny.refused(message, train_ppo.main, tiny.flags(**thinkers[name], **flags_, out_dir=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 

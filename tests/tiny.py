@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from forks import Forked
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from dataset.lm_dataset import Prompt
+from errors import InputError
 from trainer.rewards.reward_function import Request
 from trainer.runs.health import Health
 
@@ -114,6 +116,14 @@ def train(**values):
 
 def read_jsonl(path):
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def refused(says, call, *args, **more):
+    """AssertionError unless this call raises an InputError of one line that ``says`` matches -> the line."""
+    with pytest.raises(InputError, match=says or None) as error:
+        call(*args, **more)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def load_weights(run_folder, step, name="actor"):

@@ -134,15 +134,9 @@ def prompt_ids(tokenizer, prompt):
     return encode(tokenizer, [prompt_text(tokenizer, prompt)])[0]
 
 
-ORDINARY = [
-    "hello the user",
-    " spaces \n around ",
-    "<think>\n1 + 1\n</think>",
-    "a < b > c </ s> <|im_end | <|im_end|",
-    "你好 naïve \u0000 \ufeff é",
-    "\U000f0001 \U000f0000 \ufdd1",
-    "",
-]
+ORDINARY = ["hello the user", " spaces \n around ", "<think>\n1 + 1\n</think>", ""]
+ORDINARY += ["a < b > c </ s> <|im_end | <|im_end|", "你好 naïve \u0000 \ufeff é"]
+ORDINARY += ["\U000f0001 \U000f0000 \ufdd1"]
 
 
 def test_ordinary_text_is_encoded_as_before(kind, tokenizer):

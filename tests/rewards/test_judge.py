@@ -5,7 +5,6 @@ import tiny
 import torch
 from test_invariants import ALONE
 
-from errors import InputError
 from trainer import evaluation, train_ppo
 from trainer.evaluation import evaluate_actor
 from trainer.rewards.combine import Judge
@@ -117,5 +116,4 @@ def test_what_is_wrong_with_a_judge_names_its_flag(files, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FAILS.py").write_text("def f(prompts, responses, answers):\n    raise ValueError('no')\n")
     flag = "eval_reward_fn" if ":" in given else "eval_reward_model"
-    with pytest.raises(InputError, match=WRONG[given]):
-        train_ppo.main(argv_of({**files, flag: given}, tmp_path / "out"))
+    tiny.refused(WRONG[given], train_ppo.main, argv_of({**files, flag: given}, tmp_path / "out"))

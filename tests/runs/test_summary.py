@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from matplotlib.figure import Figure
-from tiny import ROOT, flags, health_of, read_jsonl
+from tiny import ROOT, flags, health_of, read_jsonl, refused
 
-from errors import InputError
 from trainer import train_ppo
 from trainer.runs import base, displays, report
 from trainer.runs.base import Run
@@ -248,8 +247,7 @@ def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path,
 def fail_at_once(files, out_dir, monkeypatch, call=1, **more):
     monkeypatch.setenv("FAULT", "raise ValueError('at once')")
     monkeypatch.setenv("FAULT_AT", str(call))
-    with pytest.raises(InputError, match="at once"):
-        train_ppo.main(argv_of(files, out_dir, **more))
+    refused("at once", train_ppo.main, argv_of(files, out_dir, **more))
     monkeypatch.delenv("FAULT_AT")
 
 
