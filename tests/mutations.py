@@ -418,8 +418,7 @@ def result_of(status, folder):
 
 
 def run(faults, tests, folders, report, limit):
-    """Try all faults of a file, one at a time in each folder. Calls report(fault, word, test, CPU seconds)
-    after each."""
+    """Try all faults of a file, one at a time in each folder. Calls report after each."""
     waiting, free, running = list(faults), list(folders), {}
     right = (folders[0] / faults[0].file).read_bytes()
     while waiting or running:

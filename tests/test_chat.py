@@ -9,20 +9,10 @@ import signal
 import subprocess
 
 import pytest
+import tiny
 import torch
 from forks import Forked
-from tiny import (
-    LINUX,
-    PYTHON,
-    ROOT,
-    assistant,
-    llama_config,
-    refused,
-    save_policy_dir,
-    tiny_llama,
-    user,
-    word_tokenizer,
-)
+from tiny import LINUX, PYTHON, ROOT, assistant, refused, save_policy_dir, user, word_tokenizer
 from tiny_tokenizers import TOKENIZERS
 from transformers import LlamaForCausalLM
 
@@ -40,7 +30,7 @@ WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]
 
 def talker(tokenizer, seed=1, positions=256):
     """A Llama whose greedy answers use many different tokens; with tied weights they would not."""
-    config = llama_config(len(tokenizer), layers=2)
+    config = tiny.llama_config(len(tokenizer), layers=2)
     config.tie_word_embeddings, config.max_position_embeddings = False, positions
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).eval()
@@ -326,7 +316,7 @@ def test_stop_strings_and_special_tokens_can_be_given(out, tmp_path, capsys):
 def test_sampling_is_from_the_whole_distribution(tmp_path):
     """Whatever the model's generation config says, and without the top-k of 50 that transformers adds."""
     tokenizer = word_tokenizer([f"w{i}" for i in range(98)])
-    model = tiny_llama(100, spread=3.0)
+    model = tiny.tiny_llama(100, spread=3.0)
     settings = {"top_k": 1, "repetition_penalty": 9.0, "suppress_tokens": list(range(50))}
     model.generation_config.update(do_sample=True, **settings)
     one = speaker(saved(model, tmp_path, tokenizer), temperature=0.7, max_gen_len=1)

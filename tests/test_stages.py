@@ -240,9 +240,8 @@ def offset_in(out):
 
 def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole, tmp_path):
     folder = whole["reward"] / "reward_32"
-    plain, report = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
+    given = {"dtype": torch.float32, "output_loading_info": True}
+    plain, report = AutoModelForSequenceClassification.from_pretrained(folder, **given)
     assert not report["missing_keys"]
     assert (plain.config.num_labels, plain.config.pad_token_id) == (1, 0)
     reward_model = load_reward_model(str(folder), ALONE.device)
@@ -417,9 +416,8 @@ def test_a_bad_line_found_late_loses_nothing(files, tmp_path, monkeypatch):
 
 
 def test_the_flags_of_make_demo_assets_exist():
-    done = subprocess.run(
-        ["make", "-n", "demo-assets"], cwd=tiny.ROOT, capture_output=True, text=True, check=True
-    )
+    captured = {"capture_output": True, "text": True, "check": True}
+    done = subprocess.run(["make", "-n", "demo-assets"], cwd=tiny.ROOT, **captured)
     lines = done.stdout.replace("\\\n", " ").splitlines()
     commands = [line.split()[1:] for line in lines if "trainer/" in line or "demo/make" in line]
     assert len(commands) == 5
@@ -458,10 +456,8 @@ def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, kind, 
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}
     records = {"empty": [], "margin": [pair], "score": [{"user_input": "a", "completion": "b", "score": "x"}]}
     made = {name: tiny.write_jsonl(tmp_path / f"{name}.jsonl", lines) for name, lines in records.items()}
-    more = {
-        name: x.format(**files, **made) if str(x).startswith("{") and x != ENDLESS else x
-        for name, x in more.items()
-    }
+    paths = {f"{{{name}}}": path for name, path in (files | made).items()}
+    more = {name: paths.get(x, x) for name, x in more.items()}
     argv = argv_of(files, kind, tmp_path / "out", **{name: x for name, x in more.items() if x is not None})
     argv += [f"--{name}" for name, x in more.items() if x is None]
     tiny.refused(says, SCRIPTS[kind].main, argv)

@@ -23,16 +23,15 @@ SYSTEM = {"role": "system", "content": "S"}
 
 def test_prompts_are_read_with_the_chat_template_or_as_text(chat, plain, jsonl):
     messages = [tiny.user("one"), tiny.user("two")]
-    path = jsonl(
-        {"prompt": "hi", "answer": "5"}, "", {"prompt": messages}, {"prompt": [SYSTEM, tiny.user("hi")]}
-    )
+    asked = [SYSTEM, tiny.user("hi")]
+    path = jsonl({"prompt": "hi", "answer": "5"}, "", {"prompt": messages}, {"prompt": asked})
     with_template = RLAIFDataset(path, chat, 100)
     without = RLAIFDataset(path, plain, 100)
     assert [p.index for p in with_template] == [0, 1, 2]  # the number of its record
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert with_template[0].prompt_ids == chat(text, add_special_tokens=False)["input_ids"]
     for data in (with_template, without):
-        assert [p.prompt for p in data] == ["hi", messages, [SYSTEM, tiny.user("hi")]]  # as the file has them
+        assert [p.prompt for p in data] == ["hi", messages, asked]  # as the file has them
         assert [p.answer for p in data] == ["5", None, None]
     assert [p.prompt_ids for p in without] == [plain(t)["input_ids"] for t in ("hi", "one\ntwo", "S\nhi")]
 

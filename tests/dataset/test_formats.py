@@ -5,20 +5,10 @@ import json
 import pytest
 from tiny import ROOT, assistant, refused, user
 
+from dataset import formats
 from dataset.answers import comparable
 from dataset.chat_template import conversation_text, prompt_text, unmark
-from dataset.formats import (
-    Keys,
-    as_messages,
-    is_rated,
-    keys_found,
-    named,
-    to_demonstration,
-    to_messages,
-    to_pair,
-    to_prompt,
-    to_rated,
-)
+from dataset.formats import Keys, named, to_demonstration, to_messages, to_pair, to_prompt, to_rated
 
 
 def parts(*texts):
@@ -188,7 +178,7 @@ def test_rated_answers_and_sides_with_prompts_of_their_own():
     assert to_rated({"prompt": "hi", "answer": "5", "score": True}) == ([("hi", "5")], 1.0)
     assert to_rated(named({"q": "hi", "a": "5", "score": 2}, Keys("q", "a"))) == ([("hi", "5")], 2.0)
     both = {"score": 2, "q": {"text": "hi"}, "good": "a", "bad": "b"}
-    assert is_rated(both) and not is_rated(named(both, KEYS))
+    assert formats.is_rated(both) and not formats.is_rated(named(both, KEYS))
 
 
 def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(chat, plain):
@@ -244,7 +234,7 @@ BAD = [  # (reader, record, what is said[, keys])
     (to_pair, {"q": {"text": "hi"}, "bad": "5"}, r"\(--chosen_key\)", KEYS),
     (to_pair, {"q": {"text": "hi"}, "good": "5"}, r"\(--rejected_key\)", KEYS),
     *(
-        (as_messages, [{"role": "user", "content": content}], f"{NO_TEXT}.*; only text can be read")
+        (formats.as_messages, [{"role": "user", "content": content}], f"{NO_TEXT}.*; only text can be read")
         for content in (
             [{"type": "image_url"}],
             [*parts("a"), {"type": "input_audio"}],
@@ -259,7 +249,7 @@ BAD = [  # (reader, record, what is said[, keys])
 def test_bad_records_are_said_in_one_line(case):
     form, record, says, *keys = case
     refused(says, lambda: form(named(record, *keys) if keys else record))
-    line = keys_found({f"key\n{i}": 1 for i in range(1000)})
+    line = formats.keys_found({f"key\n{i}": 1 for i in range(1000)})
     assert len(line) < 250 and "\n" not in line  # cut
 
 

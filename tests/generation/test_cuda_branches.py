@@ -364,8 +364,7 @@ def test_fewer_slots_where_the_cache_would_be_too_large(model):
 
 
 def test_a_rollout_waits_for_its_checks_and_its_results(model, gpu):
-    """Prompts are admitted, steps run, sequences leave: numbers on the device are read once a check, and once
-    where sequences have left."""
+    """The device's numbers are read once a check, and once where sequences have left."""
     sampler, keys, pad = Sampler(model, slots=7), noise_keys(7, 3, range(24)), engine.pad_right
 
     def on_the_host(*args):

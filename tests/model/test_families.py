@@ -137,10 +137,7 @@ def logits(model):
 
 @pytest.fixture(scope="module")
 def table():
-    lines = [
-        "| family | class | packed | fused | sampler gap | largest logit | off by |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| family | class | packed | fused | sampler gap | largest logit | off by |", "|---" * 7 + "|"]
     yield lines
     print("\n" + "\n".join(lines))
 
@@ -167,8 +164,7 @@ def test_family(family, tmp_path, table):
 
     exact, rounded = logits(trained), logits(reloaded)
     by_position, largest = (exact - rounded).abs().amax(-1).flatten().sort().values, exact.abs().max().item()
-    # Where two experts are as good as equal, rounding may change which one a router takes: at one in fifty
-    # positions at most.
+    # Rounding may change which of two equally good experts a router takes: at one in fifty positions at most.
     flips = len(by_position) // 50 if "MoE" in family else 0
     off = by_position[-1 - flips].item()
     gap = max(row.get("rollout/sampler_gap", 0.0) for row in read_jsonl(run / "metrics.jsonl") if row["step"])

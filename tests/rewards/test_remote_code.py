@@ -143,9 +143,8 @@ def save_old(folder, kind="AutoModel", dtype=torch.float32, **settings):
     names = {"AutoConfig": "modeling_old.OldConfig", kind: f"modeling_old.{KINDS[kind]}"}
     config = {"model_type": "old_style", "architectures": [KINDS[kind]], "auto_map": names, "num_labels": 1}
     config |= {"torch_dtype": str(dtype).removeprefix("torch."), "transformers_version": "4.41.0"}
-    (folder / "config.json").write_text(
-        json.dumps(config | {"pad_token_id": 0, "eos_token_id": 0} | settings)
-    )
+    config |= {"pad_token_id": 0, "eos_token_id": 0} | settings
+    (folder / "config.json").write_text(json.dumps(config))
     tokenizer = word_tokenizer("abcdefgh")
     tokenizer.save_pretrained(folder)
     return str(folder), by_hand, tokenizer

@@ -101,8 +101,7 @@ def test_a_score_is_at_its_limit_where_the_clip_holds_it():
 
 
 def test_some_raw_scores_are_replaced_by_hand():
-    """Of four responses the second and the fourth are new. Of these the fourth has an answer block, as the
-    first and the second had."""
+    """Of four responses the second and the fourth are new. The fourth has an answer block, as two had."""
     parts, blocks = ({"model": torch.tensor(x)} for x in ([1.0, 2, 3, 4], [10.0, 20, math.nan, math.nan]))
     old = RawScores(parts, blocks, steps=[[(0, 1.0)], [(1, 2.0)], [], [(3, 4.0)]])
     parts, blocks = ({"model": torch.tensor(x)} for x in ([5.0, 6], [math.nan, 60]))
@@ -173,10 +172,8 @@ def test_every_flag_reaches_the_reward(tmp_path):
     wanted = {"missing_eos_penalty": 0.5, "repetition_penalty": 0.1, "length_reward": 0.2, "max_gen_len": 7}
     wanted |= {"overlong_buffer": 3, "overlong_penalty": 0.4, "thinking_reward": 0.6}
     argv = tiny.flags(**wanted, reward_timeout=9, normalize_reward=1, reasoning=0, reward_dtype="bfloat16")
-    for specs, weights in (
-        ([one], {"model": 1}),
-        ([f"{one}=-2", other], {"model_one": -2, "model_other": 1}),
-    ):
+    both = [f"{one}=-2", other], {"model_one": -2, "model_other": 1}
+    for specs, weights in (([one], {"model": 1}), both):
         args = train_ppo.parse_args([*argv, "--reward_model", *specs])
         reward = load_reward(args, CPU, torch.float32)
         assert {name: weight for name, (_, weight) in reward.models.items()} == weights
@@ -299,8 +296,7 @@ DTYPES = [  # (of the checkpoint, of products, asked for, of the weights)
 
 @pytest.mark.parametrize(("stored", "products", "asked", "dtype"), DTYPES)
 def test_weights_have_the_dtype_of_the_file_or_what_is_asked_for(tmp_path, stored, products, asked, dtype):
-    """Whether its config names it or not. The head computes in fp32, under autocast too: scores are finer
-    than bf16."""
+    """Whether its config names it or not. The head computes in fp32, always: scores are finer than bf16."""
     path = saved_in(tmp_path, stored)
     config = json.loads((tmp_path / "config.json").read_text())
     for _ in range(2):

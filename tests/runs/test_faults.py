@@ -25,9 +25,8 @@ def metrics_of(folder):
     return [m for m in read_jsonl(folder / "r" / "metrics.jsonl") if m["step"]]
 
 
-SHIELDED = (
-    "try:\n    time.sleep(100)\nexcept BaseException: pass\ntime.sleep(100)"  # the time is up every second
-)
+# the time is up every second
+SHIELDED = "try:\n    time.sleep(100)\nexcept BaseException: pass\ntime.sleep(100)"
 FAULTS = {  # what it may return: rewards/test_reward_function.py, test_fuzz.py
     "it raises": ("raise ValueError('no')", r"ValueError: no at .*combine.py:\d+"),
     "its error has many lines": ("raise ValueError('x\\n' * 1000)", "ValueError: x"),
@@ -69,8 +68,8 @@ def fail(monkeypatch, code, call=2):
 
 def test_a_run_folder_that_is_removed_is_noticed_in_the_same_step(files, tmp_path, monkeypatch, capsys):
     fail(monkeypatch, f"import shutil; shutil.rmtree({str(tmp_path / 'r')!r})")
-    with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be written \(No such file"):
-        train_ppo.main(argv_of(files, tmp_path))
+    written = r"metrics\.jsonl: cannot be written \(No such file"
+    tiny.refused(written, train_ppo.main, argv_of(files, tmp_path))
     assert not (tmp_path / "r").exists()
     said = capsys.readouterr().out
     assert "to go on" not in said
@@ -125,9 +124,7 @@ ALL_SAME = {"reward_fn": "same.py:score", "reward_model": "", "missing_eos_penal
     ],
     ids=["all are empty", "none ends", "all score the same"],
 )
-def test_unusual_responses_are_trained_on_and_break_nothing(
-    files, tmp_path, monkeypatch, change, more, wanted
-):
+def test_unusual_responses_are_trained_on(files, tmp_path, monkeypatch, change, more, wanted):
     tokenizer = word_tokenizer(WORDS, chat=True)
     model = tiny.tiny_llama(len(tokenizer), layers=2, spread=2.0)
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -285,10 +286,7 @@ def test_a_disk_that_refuses_is_one_line_and_the_last_checkpoint_stays(whole, fi
     """From the third step on the system lets no file grow beyond 20 kB."""
     argv = argv_of(files, tmp_path)
     out, err = finish(launch(argv, FAULT=CRAMPED, FAULT_AT="5"), code=2)
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert "cannot be written" in err
-    assert "File too large" in err
+    assert re.fullmatch(r"error: .*cannot be written.*File too large.*\n", err)
     assert "to go on: " in out
     assert names(tmp_path / "r") == ["step_2"]  # no temporary folder either
     train_ppo.main([*argv, "--resume", "auto"])
@@ -314,8 +312,7 @@ def test_a_full_disk(whole, files, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     error = (tmp_path / "disk.err").read_text()
     assert (tmp_path / "disk.rc").read_text() == "2\n", error
-    assert error.count("\n") == 1, error
-    assert "No space left on device" in error
+    assert re.fullmatch(".*No space left on device.*\n", error)
     assert done.returncode == 0, done.stderr
     same_run(whole, tmp_path / "disk.copy", step=6)
 
@@ -432,9 +429,7 @@ def test_with_a_constant_rate_a_run_can_be_made_longer(files, tmp_path):
     train_ppo.main([*longer, "--max_steps", "3"])
     train_ppo.main([*longer, "--max_steps", "4", "--resume", "auto"])
     train_ppo.main([*whole, "--max_steps", "4"])
-    for name in ("actor", "critic"):
-        left, right = (load_weights(tmp_path / kind / "r", 4, name) for kind in ("longer", "whole"))
-        assert all(left[key].equal(right[key]) for key in left)
+    same_run(tmp_path / "longer" / "r", tmp_path / "whole" / "r", step=4)
     refused([*longer, "--max_steps", "3", "--resume", "auto"], "step 4 of 3")
 
 

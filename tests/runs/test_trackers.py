@@ -111,8 +111,7 @@ def start(files, out_dir, *names, **environment):
 
 @pytest.fixture(scope="module")
 def resumed(files, tmp_path_factory):
-    """The folder of a run with all trackers that was killed in step 4, when its last checkpoint was that of
-    step 2, and then resumed."""
+    """The folder of a run with all trackers, killed in step 4 after a checkpoint of step 2, and resumed."""
     out = tmp_path_factory.mktemp("resumed")
     finish(start(files, out, *ALL, FAULT=DIE, FAULT_AT="8"), code=-9)  # calls 1, 2, 6, 7 evaluate
     assert read_jsonl(out / "r" / "metrics.jsonl")[-1]["step"] == 3
