@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 # The slowest files, which run first: a file stays on one worker, and no worker should end with a slow one.
 LONGEST = """
 processes resume fuzz families whole_step stages sharding trackers report faults logprobs cli cuda_decode
-engine loss_options chat judge reward_server thinking missing_eos closed_form summary export endings stops
+engine loss_options chat judge reward_server thinking missing_eos closed_form summary export stops
 best benchmarks
 """
 
@@ -42,9 +42,8 @@ def no_pictures_unless_asked(request):
 @pytest.fixture(scope="module", autouse=True)
 def objects_of_earlier_tests(request):
     """A run looks for garbage several times, and at its end takes all objects out of what is frozen
-    (trainer/loop.py). What pytest and earlier tests have made and still hold, far more than the
-    run itself, stays frozen here, so that no run looks through it. A file that tests this says so:
-    ``UNFREEZES = True``."""
+    (trainer/loop.py). What pytest and earlier tests still hold, far more than the run, stays frozen here, so
+    that no run looks through it. A file that tests this says so: ``UNFREEZES = True``."""
     gc.collect()
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:

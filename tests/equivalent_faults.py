@@ -19,7 +19,7 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "def score_values(rollout: Rollout, scorer: ValueScorer, token_budget: int = 1) -> Tensor:",
         ],
         "any row will do where there is none left": [
-            "rows = index or [1]  # of a pass of a sharded model for which no rows are left",
+            "rows = index or [1]  # of a pass of a sharded model for which no rows are left"
         ],
     },
     "trainer/train_ppo.py": {
@@ -35,24 +35,24 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "if not (total[1] <= LARGEST and error[1] < LARGEST):",
             "far_off = error_std ** 2 >= MISLED * variance or spread**2 < SMALL * variance",
             "far_off = error_std**2 > MISLED * variance or spread ** 2 <= SMALL * variance",
-        ],
+        ]
     },
     "trainer/options/offline.py": {
         "for type checkers only": ["Logged = TypeVar('Logged', LoggedPairs, LoggedAnswers)"],
         "these are overwritten before anything reads them": [
-            "logprobs = torch.ones(tokens.shape, device=device)",
+            "logprobs = torch.ones(tokens.shape, device=device)"
         ],
     },
     "trainer/options/missing_eos.py": {
-        EXACTLY: ['penalty = UNKNOWN if spread <= LEAST_SPREAD else float(f"{spread:.2g}")'],
+        EXACTLY: ['penalty = UNKNOWN if spread <= LEAST_SPREAD else float(f"{spread:.2g}")']
     },
     "trainer/ppo.py": {
         "float32 is the default": ["rewards = torch.zeros(mask.shape, device=mask.device)"],
         "where all values are 0, only gamma * lambda counts": [
-            "return gae(rewards, torch.zeros_like(rewards), mask, 1.0, gamma)[1]",
+            "return gae(rewards, torch.zeros_like(rewards), mask, 1.0, gamma)[1]"
         ],
         "with lambda 1 the values cancel out": [
-            "return gae(rewards, torch.ones_like(rewards), mask, gamma, 1.0)[1]",
+            "return gae(rewards, torch.ones_like(rewards), mask, gamma, 1.0)[1]"
         ],
         EXACTLY: [
             "return torch.where(differences.abs() <= ROUNDING * size, 0.0, differences)",
@@ -69,15 +69,15 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "ratio = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 1.0).exp()",
         ],
         "an advantage of 0 has no loss": [
-            "per_token = torch.where(advantages <= 0, torch.min(per_token, -dual * advantages), per_token)",
+            "per_token = torch.where(advantages <= 0, torch.min(per_token, -dual * advantages), per_token)"
         ],
     },
     "trainer/generation/sampling.py": {
         "blocks of any size give the same sums": [
-            "BLOCK = 65  # tokens in one block of the CDF's coarse level",
+            "BLOCK = 65  # tokens in one block of the CDF's coarse level"
         ],
         "numbers and addresses reach C in registers of their own, in whatever order": [
-            "kernels.over_rows('sample_tokens', logits, u.contiguous(), token, float(temperature), logprob)",
+            "kernels.over_rows('sample_tokens', logits, u.contiguous(), token, float(temperature), logprob)"
         ],
         SAME_PLACE: [
             "probs = logits.softmax(1, dtype=torch.float32)",
@@ -101,7 +101,7 @@ HAND_WRITTEN = {
             "F.pad(part, (0, width - part.shape[-1]))",
             "F.pad(part, (width - part.shape[-1], 0))",
             "tests/compute/test_scoring.py",
-        ),
+        )
     ],
     "trainer/rewards/reward_models.py": [
         ("x[-self.max_length :]", "x[: self.max_length]", "tests/rewards/test_rewards.py"),
@@ -109,22 +109,16 @@ HAND_WRITTEN = {
     ],
     "trainer/models.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
     "trainer/options/best.py": [
-        (
-            "fingerprint, args.eval_reward_fn, *args.eval_reward_model]",
-            "fingerprint]",
-            "tests/test_best.py",
-        ),
+        ("fingerprint, args.eval_reward_fn, *args.eval_reward_model]", "fingerprint]", "tests/test_best.py")
     ],
     "trainer/rewards/combine.py": [
         (
             "rules.answer_text(text) if self.reasoning else None",
             "rules.answer_text(text)",
             "tests/rewards/test_rewards.py",
-        ),
+        )
     ],
-    "trainer/rewards/rules.py": [
-        ("len(response.strip())", "len(response)", "tests/rewards/test_rules.py"),
-    ],
+    "trainer/rewards/rules.py": [("len(response.strip())", "len(response)", "tests/rewards/test_rules.py")],
     "trainer/value_scale.py": [(', "last")', ")", "tests/test_value_scale.py")],
     "trainer/inputs.py": [
         ("warmup_steps >= steps", "warmup_steps > steps", "tests/test_inputs.py"),
@@ -135,18 +129,16 @@ HAND_WRITTEN = {
             "run.progress.token_budget = budget",
             "pass",
             "tests/runs/test_faults.py::test_a_minibatch_that_does_not_fit_is_done_again_with_less_and_said",
-        ),
+        )
     ],
-    "trainer/default_rates.py": [
-        ("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/test_default_rates.py"),
-    ],
+    "trainer/default_rates.py": [("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/test_default_rates.py")],
     "trainer/generation/sampling.py": [
-        ("(sums, target, right=True)", "(sums, target)", "tests/generation/test_sampling.py"),
+        ("(sums, target, right=True)", "(sums, target)", "tests/generation/test_sampling.py")
     ],
     "trainer/compute/precision.py": [
-        ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py"),
+        ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py")
     ],
     "dataset/lm_dataset.py": [
-        ("self.ids(said, opening=False)", "self.ids(said)", "tests/dataset/test_dataset.py"),
+        ("self.ids(said, opening=False)", "self.ids(said)", "tests/dataset/test_dataset.py")
     ],
 }

@@ -73,18 +73,9 @@ WITHOUT_FAULTS = ("flag_parser", "parse_args", "build", "describe", "__repr__")
 # These choose how fast a model runs, and compute nothing: any tokens would do for their comparison.
 WITHOUT_FAULTS += ("pack_sequences", "prepare_training")
 
-OPERATORS = {
-    ast.Add: ast.Sub,
-    ast.Mult: ast.Div,
-    ast.Lt: ast.LtE,
-    ast.Gt: ast.GtE,
-    ast.Eq: ast.NotEq,
-    ast.Is: ast.IsNot,
-    ast.In: ast.NotIn,
-    ast.And: ast.Or,
-    ast.BitAnd: ast.BitOr,
-    ast.LShift: ast.RShift,
-}
+OPERATORS = {ast.Add: ast.Sub, ast.Mult: ast.Div, ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq}
+OPERATORS |= {ast.Is: ast.IsNot, ast.In: ast.NotIn, ast.And: ast.Or}
+OPERATORS |= {ast.BitAnd: ast.BitOr, ast.LShift: ast.RShift}
 OPERATORS |= {wrong: right for right, wrong in OPERATORS.items()}
 OPERATORS |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.Pow: ast.Mult}
 NEGATIONS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)  # their swap is the negation
@@ -429,8 +420,7 @@ def result_of(status, folder):
 
 
 def run(faults, tests, folders, report, limit):
-    """Try all faults of a file, one at a time in each folder. Calls report(fault, word, test, CPU seconds)
-    after each."""
+    """Try all faults of a file, one at a time in each folder. Calls report after each."""
     waiting, free, running = list(faults), list(folders), {}
     right = (folders[0] / faults[0].file).read_bytes()
     while waiting or running:

@@ -33,9 +33,8 @@ LOSS_OPTIONS = (
     "--overlong_buffer 8 --min_gen_len 3 --clip_epsilon_high 0.3 --dual_clip 3 --critic_warmup_steps 1 "
     "--normalize_reward 1 --repetition_penalty 0.5 --length_reward 0.5 --missing_eos_penalty 1"
 )
-NO_CRITIC = (
-    "--advantage rloo --num_generations 4 --kl_in reward --lora_r 4 --filter_groups 1 --stop </answer>"
-)
+NO_CRITIC = "--advantage rloo --num_generations 4 --kl_in reward --lora_r 4 --filter_groups 1"
+NO_CRITIC += " --stop </answer>"
 STAGE = "--max_steps 6 --save_interval 3 --dtype float32 --model model/demo/policy"
 # {name: the command lines of a run, one after the other}. REMOVE: the newest checkpoint goes, as a kill.
 REMOVE = ["remove"]
@@ -106,10 +105,8 @@ def main() -> None:
         before, now = found
         names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         different += bool(names)
-        print(
-            f"{run}: {f'{len(names)} of {len(before)} differ' if names else f'{len(before)} equal'}",
-            flush=True,
-        )
+        result = f"{len(names)} of {len(before)} differ" if names else f"{len(before)} equal"
+        print(f"{run}: {result}", flush=True)
         for name in names[:8]:
             print(f"    {name}: {before.get(name, 'missing')[:20]} -> {now.get(name, 'missing')[:20]}")
     sys.exit(min(different, 1))

@@ -91,13 +91,8 @@ def test_other_peers_of_generation(benchmark):
     spread = {"median": 2.0, "least": 1.0, "most": 3.0}
     ours = {"case": "fixed", "model": "a", "engine tokens/s": spread, "ratio": spread}
     (row,) = generation.rows([ours, found | {"model": "a"}])
-    assert row == {
-        "case": "fixed",
-        "model": "a",
-        "engine tokens/s": "2",
-        "ratio": "2.0 (1.0 to 3.0)",
-        **rates,
-    }
+    shown = {"case": "fixed", "model": "a", "engine tokens/s": "2", "ratio": "2.0 (1.0 to 3.0)"}
+    assert row == shown | rates
 
 
 def test_what_decoding_reads_by_hand(benchmark):
@@ -215,9 +210,8 @@ def test_the_exact_figure_is_0_for_the_reference_and_1_for_the_best_policy(bench
     prompt = SimpleNamespace(prompt_ids=[2, 3])
     measure = tasks.exact_objective(flags, reward, tokenizer, prompt, Table(logits))
     values = torch.tensor([scores[tokenizer.decode([i], skip_special_tokens=True)] for i in range(5)])
-    assert measure(Table(logits)) == pytest.approx(
-        {"closed": 0, "score": (values @ logits.softmax(0)).item(), "kl": 0}
-    )
+    start = {"closed": 0, "score": (values @ logits.softmax(0)).item(), "kl": 0}
+    assert measure(Table(logits)) == pytest.approx(start)
     best = measure(Table(logits + values / beta))
     assert best["closed"] == pytest.approx(1)
     p, q = (logits + values / beta).log_softmax(0), logits.log_softmax(0)
@@ -234,10 +228,8 @@ def test_what_trl_is_given_scores_texts_as_training_here_does(benchmark):
         return [float(len(text)) for text in responses]
 
     reward = Reward(function=score, reasoning=False, missing_eos_penalty=0.5)
-    prompts = [
-        SimpleNamespace(prompt=text, prompt_ids=tokenizer(text).input_ids, answer=None, record={})
-        for text in ("a b", "c")
-    ]
+    asked = [{"prompt": text, "prompt_ids": tokenizer(text).input_ids} for text in ("a b", "c")]
+    prompts = [SimpleNamespace(**one, answer=None, record={}) for one in asked]
     scores = run.TextScores(reward, tokenizer, prompts, 2, 0)
     pad, (a, b, c, d) = 9, tokenizer("a b c d").input_ids
     rows = torch.tensor([[a, b, d, d, 0, pad], [pad, c, a, b, c, d]])

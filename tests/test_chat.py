@@ -9,25 +9,15 @@ import signal
 import subprocess
 
 import pytest
+import tiny
 import torch
 from forks import Forked
-from tiny import (
-    LINUX,
-    PYTHON,
-    ROOT,
-    assistant,
-    llama_config,
-    save_policy_dir,
-    tiny_llama,
-    user,
-    word_tokenizer,
-)
+from tiny import LINUX, PYTHON, ROOT, assistant, refused, save_policy_dir, user, word_tokenizer
 from tiny_tokenizers import TOKENIZERS
 from transformers import LlamaForCausalLM
 
 import chat
 from dataset.chat_template import set_system_prompt
-from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
 from trainer.endings import Endings, keep_endings
@@ -40,7 +30,7 @@ WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]
 
 def talker(tokenizer, seed=1, positions=256):
     """A Llama whose greedy answers use many different tokens; with tied weights they would not."""
-    config = llama_config(len(tokenizer), layers=2)
+    config = tiny.llama_config(len(tokenizer), layers=2)
     config.tie_word_embeddings, config.max_position_embeddings = False, positions
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).eval()
@@ -201,8 +191,7 @@ def test_bad_flags(flags, out, tmp_path, monkeypatch):
     argv = ["--prompt", "hi", "--out_dir", str(out), *flags.split()]
     if "--model" in argv:
         argv += ["--tokenizer", str(out / "ppo_actor_32")]
-    with pytest.raises(InputError, match=BAD[flags]):
-        chat.main(argv)
+    refused(BAD[flags], chat.main, argv)
 
 
 def test_the_newest_actor_is_loaded(tmp_path):
@@ -256,8 +245,7 @@ def test_without_a_template_there_is_neither_history_nor_a_system_message(tmp_pa
     assert one.encode("w0 w1") == [4, 5]
     converse(one, ["w1 \udcff", "w1", "w2"], monkeypatch)  # a stray byte, as a shell passes it on
     assert not one.history and "\nthe tokenizer " in capsys.readouterr().err
-    with pytest.raises(InputError, match="--system_prompt: the tokenizer has no chat template"):
-        speaker(path, system_prompt="w1")
+    refused("--system_prompt: the tokenizer has no chat template", speaker, path, system_prompt="w1")
 
 
 def test_ctrl_c_forgets_the_question_and_goes_on(out, monkeypatch, capsys):
@@ -328,7 +316,7 @@ def test_stop_strings_and_special_tokens_can_be_given(out, tmp_path, capsys):
 def test_sampling_is_from_the_whole_distribution(tmp_path):
     """Whatever the model's generation config says, and without the top-k of 50 that transformers adds."""
     tokenizer = word_tokenizer([f"w{i}" for i in range(98)])
-    model = tiny_llama(100, spread=3.0)
+    model = tiny.tiny_llama(100, spread=3.0)
     settings = {"top_k": 1, "repetition_penalty": 9.0, "suppress_tokens": list(range(50))}
     model.generation_config.update(do_sample=True, **settings)
     one = speaker(saved(model, tmp_path, tokenizer), temperature=0.7, max_gen_len=1)

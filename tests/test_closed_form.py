@@ -15,8 +15,7 @@ REWARD = """import random
 def score(prompts, responses, answers):
     return [random.Random(response).uniform(-1, 1) for response in responses]
 """
-# Two different words: after equal tokens only, attention cannot tell positions apart, and no policy of this
-# architecture could be the optimum.
+# Two different words: attention cannot tell the positions of equal ones apart, so no policy could be optimal.
 PROMPT = "a b"
 
 

@@ -5,14 +5,8 @@ from argparse import Namespace
 
 import pytest
 import torch
-from tiny import run_files, same_run, tiny_llama, train
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-)
+import transformers as T
+from tiny import refused, run_files, same_run, tiny_llama, train
 
 from errors import InputError
 from trainer import memory_plan as plans
@@ -30,7 +24,7 @@ QWEN = {"vocab_size": 151_936, "num_key_value_heads": 2, "tie_word_embeddings": 
 
 def qwen(*sizes):
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    return Qwen2Config(**dict(zip(names, sizes, strict=True)), **QWEN)
+    return T.Qwen2Config(**dict(zip(names, sizes, strict=True)), **QWEN)
 
 
 HALF = qwen(896, 24, 14, 4864)
@@ -78,8 +72,8 @@ def standing(*argv, **more):
 
 def on_meta(config, reward_dtype=BF16):
     with torch.device("meta"):
-        policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return policy, AutoModelForSequenceClassification.from_config(config, dtype=reward_dtype)
+        policy = T.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return policy, T.AutoModelForSequenceClassification.from_config(config, dtype=reward_dtype)
 
 
 def exact_llama():
@@ -121,9 +115,8 @@ def test_a_process_of_a_sharded_run_has_its_part_of_what_stays_by_hand():
     all_of_it = standing("--update_old_actor_freq", "2", **given)
     sampler = all_of_it.pop("sampler")
     part = planned("--update_old_actor_freq", "2", shard=1, processes=4, **given)
-    assert {name: part.phases["update"][name] for name in all_of_it} == {
-        name: size // 4 for name, size in all_of_it.items()
-    }
+    quarters = {name: size // 4 for name, size in all_of_it.items()}
+    assert quarters.items() <= part.phases["update"].items()
     assert "sampler" not in part.phases["update"]
     assert part.phases["rollout"]["sampler"] == sampler
     assert part.phases["update"]["gradients"] == 4 * TOTAL // 4
@@ -176,12 +169,12 @@ def test_each_remedy_of_the_message_takes_less(device):
 
 
 def test_a_reward_model_of_its_own_code_may_have_no_embeddings():
-    class Scorer(PreTrainedModel):
+    class Scorer(T.PreTrainedModel):
         def __init__(self, config):
             super().__init__(config)
             self.scale = torch.nn.Linear(3, 5)
 
-    sizes = Sizes(Scorer(PretrainedConfig()), BF16)
+    sizes = Sizes(Scorer(T.PretrainedConfig()), BF16)
     assert (sizes.all, sizes.table, sizes.bytes) == (20, 0, 80)
 
 
@@ -239,8 +232,7 @@ def test_too_little_memory_is_said_before_anything_is_built(monkeypatch):
     monkeypatch.setattr(plans, "free_memory", lambda device: 3 * GB)
     first = "memory   about 1 MB of the 2.9 GB that cpu can give, with 2048 tokens in a micro-batch and 8 "
     assert check_memory(case)[1].startswith(f"{first}sequences sampled at a time:\n         actor 0 MB, ")
-    with pytest.raises(InputError, match="--offload_frozen 1: there is no GPU"):
-        check_memory(case_of("--offload_frozen", "1"))
+    refused("--offload_frozen 1: there is no GPU", check_memory, case_of("--offload_frozen", "1"))
 
 
 @pytest.mark.parametrize(
@@ -257,8 +249,7 @@ def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path
         monkeypatch.setattr(plans, "free_memory", lambda device, needed=needed: needed)
         check_loading(path)
         monkeypatch.setattr(plans, "free_memory", lambda device, needed=needed: needed - 1)
-        with pytest.raises(InputError, match=rf"{path}: loading takes about {needed // 10**6} MB of main"):
-            check_loading(path)
+        refused(rf"{path}: loading takes about {needed // 10**6} MB of main", check_loading, path)
     check_loading("hub/name")
     check_loading(tmp_path / "missing.pth")
 
@@ -271,8 +262,7 @@ def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_pa
         raise InputError("enough")
 
     def run(**more):
-        with pytest.raises(InputError, match="enough"):
-            train(**TINY, out_dir=tmp_path / "out", max_seq_len=100, **more)
+        refused("enough", train, **TINY, out_dir=tmp_path / "out", max_seq_len=100, **more)
 
     monkeypatch.setattr(ppo_run, "check_memory", noted)
     files = run_files(tmp_path, count=8)
@@ -297,10 +287,9 @@ def test_a_run_that_releases_keys_and_values_is_the_same(monkeypatch, tmp_path):
         return learn(run, *more)
 
     monkeypatch.setattr(train_ppo, "learn", noted)
+    releasing = lambda case, budget, *_: memory_plan(case, budget, True, slots=2)  # noqa: E731
     for name in ("kept", "released"):
         train(**files, **{**TINY, "max_steps": 3}, dtype="float32", out_dir=tmp_path / name, run_name="r")
-        monkeypatch.setattr(
-            plans, "memory_plan", lambda case, budget, *_: memory_plan(case, budget, True, slots=2)
-        )
+        monkeypatch.setattr(plans, "memory_plan", releasing)
     assert samplers == [(False, 8)] * 3 + [(True, 8)] * 3  # 4 and 2 rounded up: products of as many rows
     same_run(tmp_path / "kept" / "r", tmp_path / "released" / "r", step=3)

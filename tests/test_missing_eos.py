@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from same_runs import built
-from tiny import finish, flags, launch_two, read_jsonl, run_files, same_run
+from same_runs import built, run_in_two_processes
+from tiny import flags, read_jsonl, run_files, same_run
 
 from dataset.data_order import global_batch
 from errors import InputError
@@ -84,9 +84,7 @@ def test_it_is_the_standard_deviation_of_the_first_scores(files, one):
     ("unit", "given", "chosen", "size"),
     [("100", "", None, 32), ("0", "", 0.5, 72), ("1", 0.3, 0.3, 32), ("1", 0, 0, 32)],
 )
-def test_it_follows_the_scale_of_the_scores(
-    unit, given, chosen, size, files, one, tmp_path, scores, monkeypatch, capsys
-):
+def test_it_follows_the_scale(unit, given, chosen, size, files, one, tmp_path, scores, monkeypatch, capsys):
     """A half where all are alike, and what is given where it is; at most 64 answers are looked at."""
     monkeypatch.setenv("UNIT", unit)
     flag = {} if given == "" else {"missing_eos_penalty": given}
@@ -112,8 +110,7 @@ def test_normalised_scores_are_of_one_scale_and_their_statistics_begin_with_the_
 
 def test_two_processes_choose_the_same_as_one(files, one, tmp_path, scores):
     half = {"batch_size": 16, "mini_batch_size": 4, "max_steps": 1}
-    for process in launch_two(argv_of(files, tmp_path, **half)):
-        finish(process)
+    run_in_two_processes(argv_of(files, tmp_path, **half))
     assert penalty_of(tmp_path) == penalty_of(one)
     assert len(read_jsonl(scores)[0]) == 16
 

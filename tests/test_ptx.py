@@ -3,10 +3,9 @@
 import pytest
 import torch
 from test_invariants import ALONE, make_run
-from tiny import WORDS, read_jsonl, run_files, train, write_jsonl
+from tiny import WORDS, read_jsonl, refused, run_files, train, write_jsonl
 
 from dataset.data_order import global_batch
-from errors import InputError
 from trainer import train_ppo
 from trainer.options.ptx import Ptx
 from trainer.runs.distributed import World
@@ -137,11 +136,9 @@ def test_a_run_is_resumed_with_the_same_demonstrations_only(tmp_path, ptx_path):
     assert ["policy/ptx_loss" in line for line in lines] == ["policy/loss" in line for line in lines]
     assert sum("policy/ptx_loss" in line for line in lines) == 1
     found |= {"max_steps": 3, "resume": "auto", **options}
-    with pytest.raises(InputError, match=r"--ptx_coef was 0.1 and is now None"):
-        train(**found)
+    refused(r"--ptx_coef was 0.1 and is now None", train, **found)
     other = write_jsonl(tmp_path / "other.jsonl", demonstrations(39))
-    with pytest.raises(InputError, match=r"--ptx_data_path .*other.jsonl does not hold what the run began"):
-        train(**found, ptx_data_path=other)
+    refused("--ptx_data_path .*other.jsonl does not hold what", train, **found, ptx_data_path=other)
 
 
 def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
@@ -155,12 +152,8 @@ def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
     path = write_jsonl(tmp_path / "x.jsonl", [{"text": "a " * 256}, {"text": "a"}])
     run, _ = make_run(files, ptx_data_path=path, max_seq_len=250)
     assert (len(run.ptx.data), run.ptx.data.dropped) == (1, 1)
-    with pytest.raises(InputError, match=r"no answer to learn from"):
-        make_run(files, ptx_data_path=files["data_path"])
+    refused(r"no answer to learn from", make_run, files, ptx_data_path=files["data_path"])
     turns = write_jsonl(tmp_path / "turns.jsonl", demonstrations(2)[1:])
-    with pytest.raises(InputError, match=r"does not end answers with the tokenizer's EOS"):
-        make_run(
-            files,
-            ptx_data_path=turns,
-            prompt_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
-        )
+    endless = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    given = files | {"ptx_data_path": turns, "prompt_template": endless}
+    refused("does not end answers with the tokenizer's EOS", make_run, given)

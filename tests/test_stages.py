@@ -240,9 +240,8 @@ def offset_in(out):
 
 def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole, tmp_path):
     folder = whole["reward"] / "reward_32"
-    plain, report = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
+    given = {"dtype": torch.float32, "output_loading_info": True}
+    plain, report = AutoModelForSequenceClassification.from_pretrained(folder, **given)
     assert not report["missing_keys"]
     assert (plain.config.num_labels, plain.config.pad_token_id) == (1, 0)
     reward_model = load_reward_model(str(folder), ALONE.device)
@@ -262,8 +261,7 @@ def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole,
     folder = shutil.copytree(folder, tmp_path / "reward")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"reward_offset": "high"}))
-    with pytest.raises(InputError, match="could not convert string to float: 'high'"):
-        load_reward_model(str(folder), ALONE.device)
+    tiny.refused("could not convert string to float: 'high'", load_reward_model, str(folder), ALONE.device)
 
 
 def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
@@ -306,14 +304,14 @@ def test_resumed_after_a_kill_equals_never_stopped_bit_for_bit(files, whole, tmp
 
 def test_a_stage_resumes_with_what_it_began_with_only(files, whole, tmp_path):
     interrupted(whole["sft"], tmp_path)
-    argv = argv_of(files, "sft", tmp_path)
-    with pytest.raises(InputError, match=r"--weight_decay was 0\.1 and is now 0\.2"):
-        train_sft.main([*argv, "--weight_decay", "0.2", "--resume", "auto"])
-    with pytest.raises(InputError, match=r"--data_path .* does not hold what the run began with"):
-        other = tiny.write_jsonl(tmp_path / "other.jsonl", tiny.read_jsonl(files["sft"])[::-1])
-        train_sft.main([*argv, "--data_path", other, "--resume", "auto"])
-    with pytest.raises(InputError, match=r"is a run of train_sft.py; name one of train_reward.py"):
-        train_reward.main([*argv_of(files, "reward", tmp_path), "--resume", "auto"])
+    argv = argv_of(files, "sft", tmp_path, resume="auto")
+    decay = r"--weight_decay was 0\.1 and is now 0\.2"
+    tiny.refused(decay, train_sft.main, [*argv, "--weight_decay", "0.2"])
+    other = tiny.write_jsonl(tmp_path / "other.jsonl", tiny.read_jsonl(files["sft"])[::-1])
+    data = r"--data_path .* does not hold what the run began with"
+    tiny.refused(data, train_sft.main, [*argv, "--data_path", other])
+    argv = argv_of(files, "reward", tmp_path, resume="auto")
+    tiny.refused("is a run of train_sft.py; name one of train_reward.py", train_reward.main, argv)
 
 
 def test_two_processes_with_half_the_batch_equal_one(files, whole, tmp_path):
@@ -324,9 +322,8 @@ def test_two_processes_with_half_the_batch_equal_one(files, whole, tmp_path):
             tiny.finish(process)
         one, two = whole[kind] / "r", tmp_path / kind / "r"
         same_weights(one, two, 6, ("model",))
-        same_metrics(
-            one, two, {"train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"}, rel=1e-4, abs=1e-5
-        )
+        same = {"train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"}
+        same_metrics(one, two, same, rel=1e-4, abs=1e-5)
     assert offset_in(whole["reward"]) == pytest.approx(offset_in(tmp_path / "reward"), abs=1e-5)
 
 
@@ -413,16 +410,14 @@ def test_a_bad_line_found_late_loses_nothing(files, tmp_path, monkeypatch):
     lines[9] = "{"
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     argv = argv_of(files | {"sft": tmp_path / "bad.jsonl"}, "sft", tmp_path, run_name="r", eval_size=2)
-    with pytest.raises(InputError, match=r"bad\.jsonl:10: not JSON"):
-        train_sft.main([*argv, "--epochs", "9"])
+    tiny.refused(r"bad\.jsonl:10: not JSON", train_sft.main, [*argv, "--epochs", "9"])
     done = tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["step"]
     assert (tmp_path / "r" / "checkpoints" / f"step_{done}").is_dir()
 
 
 def test_the_flags_of_make_demo_assets_exist():
-    done = subprocess.run(
-        ["make", "-n", "demo-assets"], cwd=tiny.ROOT, capture_output=True, text=True, check=True
-    )
+    captured = {"capture_output": True, "text": True, "check": True}
+    done = subprocess.run(["make", "-n", "demo-assets"], cwd=tiny.ROOT, **captured)
     lines = done.stdout.replace("\\\n", " ").splitlines()
     commands = [line.split()[1:] for line in lines if "trainer/" in line or "demo/make" in line]
     assert len(commands) == 5
@@ -461,14 +456,11 @@ def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, kind, 
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}
     records = {"empty": [], "margin": [pair], "score": [{"user_input": "a", "completion": "b", "score": "x"}]}
     made = {name: tiny.write_jsonl(tmp_path / f"{name}.jsonl", lines) for name, lines in records.items()}
-    more = {
-        name: x.format(**files, **made) if str(x).startswith("{") and x != ENDLESS else x
-        for name, x in more.items()
-    }
+    paths = {f"{{{name}}}": path for name, path in (files | made).items()}
+    more = {name: paths.get(x, x) for name, x in more.items()}
     argv = argv_of(files, kind, tmp_path / "out", **{name: x for name, x in more.items() if x is not None})
     argv += [f"--{name}" for name, x in more.items() if x is None]
-    with pytest.raises(InputError, match=says):
-        SCRIPTS[kind].main(argv)
+    tiny.refused(says, SCRIPTS[kind].main, argv)
     assert not (tmp_path / "out").exists()
 
 

@@ -22,9 +22,8 @@ def rollout_of(responses, finished):
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     prompt_len = torch.tensor([1 + i % 2 for i in range(len(rows))])
     lengths = torch.tensor([len(ids) for ids in responses])
-    return Rollout(
-        tokens, prompt_len, lengths, torch.tensor(finished), torch.zeros(len(rows), int(lengths.max()))
-    )
+    logprobs = torch.zeros(len(rows), int(lengths.max()))
+    return Rollout(tokens, prompt_len, lengths, torch.tensor(finished), logprobs)
 
 
 def test_where_characters_land_by_hand():

@@ -32,9 +32,8 @@ TURNS = (
 )
 EMPTY = "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
 QWEN3 = TURNS + "{% if enable_thinking is defined and enable_thinking is false %}" + EMPTY
-MINIMIND3 = (
-    TURNS + "{% if open_thinking is defined and open_thinking is true %}{{ '<think>\\n' }}{% else %}" + EMPTY
-)
+OPENING = "{% if open_thinking is defined and open_thinking is true %}{{ '<think>\\n' }}{% else %}"
+MINIMIND3 = TURNS + OPENING + EMPTY
 TEMPLATES = {"Qwen3": QWEN3, "MiniMind-3": MINIMIND3}
 CLOSED, OPENED = "assistant <think>\n\n</think>\n\n", "assistant <think>\n"
 
@@ -65,8 +64,7 @@ def test_every_stage_renders_the_prompt_with_the_arguments(tmp_path, name, kwarg
     demonstration = [{"prompt": "a b", "answer": "<think>\nc\n</think>\n\nd"}]
     path = tiny.write_jsonl(tmp_path / "d.jsonl", demonstration)
     if end == CLOSED:  # this answer has a thought
-        with pytest.raises(InputError, match="cannot be split"):
-            SFTDataset(path, tokenizer, 64)
+        tiny.refused("cannot be split", SFTDataset, path, tokenizer, 64)
         return
     ((ids, mask),) = SFTDataset(path, tokenizer, 64)
     learned = [i for i, counts in zip(ids, mask, strict=True) if counts]
@@ -122,8 +120,7 @@ def thinkers(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "flags_", "message"), WRONG)
 def test_what_cannot_be_rendered_is_one_line(thinkers, tmp_path, name, flags_, message):
-    with pytest.raises(InputError, match=message):
-        train_ppo.main(tiny.flags(**thinkers[name], **flags_, out_dir=tmp_path / "out"))
+    tiny.refused(message, train_ppo.main, tiny.flags(**thinkers[name], **flags_, out_dir=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -246,9 +243,8 @@ RUN = {**same_runs.EXACT, **same_runs.CRITIC, "max_gen_len": 6, "max_steps": 4, 
 
 def test_the_arguments_stay_with_the_run_its_result_and_the_export(thinkers, tmp_path, capsys):
     closed = '{"enable_thinking": false}'
-    argv = tiny.flags(
-        **thinkers["Qwen3"], **RUN, **same_runs.sizes(8), chat_template_kwargs=closed, out_dir=tmp_path
-    )
+    files = thinkers["Qwen3"] | RUN | same_runs.sizes(8)
+    argv = tiny.flags(**files, chat_template_kwargs=closed, out_dir=tmp_path)
     train_ppo.main(argv)
     said = capsys.readouterr().out
     assert f"\ntemplate with {closed}\n" in said
@@ -272,19 +268,16 @@ def test_the_arguments_stay_with_the_run_its_result_and_the_export(thinkers, tmp
     assert tokenizer.init_kwargs["chat_template_kwargs"] == {"enable_thinking": False}
     card = (exported / "README.md").read_text()
     assert 'add_generation_prompt=True, return_dict=True, return_tensors="pt", enable_thinking=False)' in card
-    args = same_runs.built(
-        thinkers["Qwen3"], model=pth, reasoning=0, out_dir=tmp_path / "next"
-    ).args  # the next stage
-    assert args.chat_template_kwargs == closed
+    following = same_runs.built(thinkers["Qwen3"], model=pth, reasoning=0, out_dir=tmp_path / "next")
+    assert following.args.chat_template_kwargs == closed
 
 
 @pytest.mark.parametrize(
     ("main", "sides"), [(train_sft.main, ["answer"]), (train_reward.main, ["chosen", "rejected"])]
 )
 def test_the_stages_before_keep_them_too(thinkers, tmp_path, main, sides, capsys):
-    data = tiny.write_jsonl(
-        tmp_path / "stage.jsonl", [{"prompt": "a", **{name: name[0] for name in sides}}] * 20
-    )
+    records = [{"prompt": "a", **{name: name[0] for name in sides}}] * 20
+    data = tiny.write_jsonl(tmp_path / "stage.jsonl", records)
     more = {"data_path": data, "out_dir": tmp_path / "out", "max_steps": 1, "device": "cpu"}
     kwargs = '{"enable_thinking": false}'
     main(tiny.flags(model=thinkers["Qwen3"]["model"], chat_template_kwargs=kwargs, **more))

@@ -8,17 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
+import transformers as T
 from forks import Forked
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
 
 from dataset.lm_dataset import Prompt
+from errors import InputError
 from trainer.rewards.reward_function import Request
 from trainer.runs.health import Health
 
@@ -35,7 +32,7 @@ def word_tokenizer(words, chat=False):
     vocab = {word: i for i, word in enumerate(["</s>", "<unk>", *words])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = T.PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="</s>", pad_token="</s>", clean_up_tokenization_spaces=False
     )
     tokenizer.chat_template = CHAT if chat else None
@@ -46,13 +43,13 @@ def llama_config(vocab_size, hidden=32, layers=1, **more):
     sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
     ids = {"pad_token_id": 0, "eos_token_id": 0, "bos_token_id": None, "tie_word_embeddings": True}
-    return LlamaConfig(**{"vocab_size": vocab_size, **sizes, **ids, **more})
+    return T.LlamaConfig(**{"vocab_size": vocab_size, **sizes, **ids, **more})
 
 
 def tiny_llama(vocab_size, seed=0, spread=1.0, **more):
     """A random Llama whose next-token distribution is far from uniform when ``spread`` is large."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(llama_config(vocab_size, **more)).float().eval()
+    model = T.LlamaForCausalLM(llama_config(vocab_size, **more)).float().eval()
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 2:
@@ -71,7 +68,7 @@ def save_reward_dir(folder, tokenizer, seed=1, **more):
     """Save a reward model, a sequence classifier with one label and random weights -> its path as text."""
     torch.manual_seed(seed)
     config = llama_config(len(tokenizer), **{"num_labels": 1, **more})
-    LlamaForSequenceClassification(config).save_pretrained(folder)
+    T.LlamaForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -114,6 +111,16 @@ def train(**values):
 
 def read_jsonl(path):
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def refused(says, call, *args, **more):
+    """AssertionError unless this call raises an InputError of one line that ``says`` matches -> the line."""
+    with pytest.raises(InputError, match=says or None) as error:
+        call(*args, **more)
+    line = str(error.value)
+    del error  # with its traceback, which keeps open what the call had opened: a run's lock, for example
+    assert "\n" not in line
+    return line
 
 
 def load_weights(run_folder, step, name="actor"):

@@ -10,9 +10,8 @@ PIECES = ["a", "b", "ab", "ba", "c", "\n", "\n\n", "b\n", "\na", " ", " a", " b"
 def fast(model, decoder):
     backend = Tokenizer(model)
     backend.decoder = decoder
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="</s>", clean_up_tokenization_spaces=False
-    )
+    plain = {"eos_token": "</s>", "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **plain)
 
 
 def byte_level():

@@ -65,8 +65,7 @@ def here(monkeypatch):
 @pytest.mark.parametrize("window", [None, 1, 4, 20, 99])
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(6, 2, 6), (3, 3, 16), (4, 1, 34)])
 def test_packed_sequences_attend_as_each_does_alone_in_fp64(heads, groups, dim, window, kind, monkeypatch):
-    """Flash attention in fp64 too, which no real kernel takes, so that a wrong place cannot hide behind
-    rounding."""
+    """Flash attention in fp64 too, which no real kernel takes: rounding can hide no wrong place."""
     compiled = "compiled" in kind
     if compiled and cpu.library() is None:
         pytest.skip("no C compiler here")
@@ -92,9 +91,8 @@ def test_packed_sequences_attend_as_each_does_alone_in_fp64(heads, groups, dim, 
 
     def wanted(*rows):
         rows, starts = [x[0].transpose(0, 1) for x in rotated(*rows)], packing.starts.int()
-        return by_definition(*rows, starts, starts, 64, 64, scale=0.4, window_size=((window or 0) - 1, 0))[
-            None
-        ]
+        seen = ((window or 0) - 1, 0)
+        return by_definition(*rows, starts, starts, 64, 64, scale=0.4, window_size=seen)[None]
 
     def ours(*rows):
         if compiled:

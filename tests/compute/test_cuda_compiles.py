@@ -20,13 +20,8 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 # (compute capability, type). 75 is a T4, which computes in fp16; 80 an A100, and nearly an RTX 30 or 40; 90
 # an H100 or H200. The less usual sizes are compiled for the last of these only.
-TARGETS = [
-    (75, torch.float16),
-    (80, torch.bfloat16),
-    (90, torch.float32),
-    (90, torch.float16),
-    (90, torch.bfloat16),
-]
+TARGETS = [(75, torch.float16), (80, torch.bfloat16)]
+TARGETS += [(90, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
 SHARED = {75: 64 << 10, 80: 99 << 10, 90: 227 << 10}  # bytes of shared memory for a program; 99 KiB on an RTX
 
 

@@ -140,8 +140,7 @@ def test_a_gradient_that_is_wrong_is_found_in_frozen_models_too(monkeypatch):
 
 
 def test_the_trial_keeps_little_and_leaves_what_trains_as_it_was():
-    """The layers below the last one keep nothing for its backward: of a large frozen model that would be as
-    much as its weights."""
+    """The layers below the last one keep nothing for its backward: it could be as much as all weights."""
     net, seen = build(KNOWN["llama"]).base_model.requires_grad_(False), []
     hook = net.layers[0].register_forward_hook(lambda *given: seen.append(given[-1].requires_grad))
     for i, p in enumerate(net.layers[-1].parameters()):

@@ -141,9 +141,8 @@ def test_rms_norm(layers, shape):
 def test_rms_norm_of_a_model_in_half_precision(layers):
     """Sampling: everything in ``dtype``. The sum is rounded where it is written, not where it is normed."""
     for dtype in types_of(layers)[1:]:
-        leaves = [
-            numbers(*s, dtype=dtype, seed=i).requires_grad_() for i, s in enumerate([(5, 96), (5, 96), (96,)])
-        ]
+        shapes = [(5, 96), (5, 96), (96,)]
+        leaves = [numbers(*s, dtype=dtype, seed=i).requires_grad_() for i, s in enumerate(shapes)]
         x, delta, weight = leaves
         total, y = add_norm(x, delta, weight, 1e-6)
         wanted = x.double() + delta.double()
@@ -185,12 +184,9 @@ def test_silu_mul(layers, shape):
         leaves = [z.clone().requires_grad_() for z in (gate, up)]
         y = gated(*leaves)
         assert_near(y, exact.detach(), dtype)
-        for ours, wanted in zip(
-            torch.autograd.grad(y, leaves, grad),
-            torch.autograd.grad(exact, doubles, grad.double()),
-            strict=True,
-        ):
-            assert_near(ours, wanted, dtype)
+        wanted = torch.autograd.grad(exact, doubles, grad.double())
+        for ours, of_doubles in zip(torch.autograd.grad(y, leaves, grad), wanted, strict=True):
+            assert_near(ours, of_doubles, dtype)
         joint = SimpleNamespace(gate_up=lambda x: x, down_proj=lambda x: x)
         with torch.no_grad():
             assert fused_layers.mlp_forward(joint, torch.cat((gate, up), -1)).equal(y)

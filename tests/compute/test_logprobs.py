@@ -15,8 +15,7 @@ from trainer.generation.stops import EarlyEnds
 
 @pytest.fixture(params=["a CPU's functions", "torch's functions", "a GPU's functions"], autouse=True)
 def functions(request, monkeypatch):
-    """torch's are for machines without a compiler. A GPU's run in Triton's interpreter, on tensors of the
-    CPU."""
+    """torch's are for machines without a compiler. A GPU's run in Triton's interpreter, on CPU tensors."""
     if request.param == "torch's functions":
         monkeypatch.setattr(logprobs, "kernels_for", lambda *tensors, **result: None)
     if request.param == "a GPU's functions":
@@ -107,9 +106,8 @@ def test_impossible_targets_and_logits_that_are_no_numbers(functions):
     rows[0, 7], rows[1, 100], rows[2] = -torch.inf, torch.nan, -torch.inf
     head = torch.nn.Linear(3, 300)
     head.weight.data, head.bias.data = torch.zeros(300, 3), torch.zeros(300)
-    logs, entropy = token_logprobs(
-        head, torch.eye(3), torch.full((3,), 7), 1.0, lambda logits, chunk: logits.copy_(rows[chunk])
-    )
+    given = lambda logits, chunk: logits.copy_(rows[chunk])  # noqa: E731
+    logs, entropy = token_logprobs(head, torch.eye(3), torch.full((3,), 7), 1.0, given)
     assert logs[0] == pytest.approx(lowest)
     assert entropy[0].exp().item() == pytest.approx(299, rel=1e-4)
     assert logs[1].isnan() and entropy[1].isnan()
@@ -179,18 +177,16 @@ class Operations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("tokens_in_chunk", "kept", "products"), [(12, 12, 3), (5, 0, 12)])
-def test_logits_are_computed_again_only_if_they_are_several_chunks(
-    monkeypatch, tokens_in_chunk, kept, products
-):
+@pytest.mark.parametrize(("chunk", "kept", "products"), [(12, 12, 3), (5, 0, 12)])
+def test_logits_are_computed_again_only_if_they_are_several_chunks(monkeypatch, chunk, kept, products):
     """Three products a chunk: logits, gradient of the states, of the weight; a fourth for logits again. The
     largest tensor made on the way is one chunk of logits."""
-    chunks(monkeypatch, tokens_in_chunk * 500, kept * 500)
+    chunks(monkeypatch, chunk * 500, kept * 500)
     head, states = torch.nn.Linear(4, 500, bias=False), torch.randn(12, 4, requires_grad=True)
     with Operations() as done:
         token_logprobs(head, states, torch.randint(500, (12,)), 1.0)[0].sum().backward()
     assert sum(name.startswith(("aten.mm", "aten.addmm")) for name, _ in done.seen) == products
-    assert done.largest == tokens_in_chunk * 500
+    assert done.largest == chunk * 500
 
 
 def test_logits_are_fp32_on_a_gpu_and_products_are_in_the_dtype():

@@ -11,13 +11,7 @@ from model.critic import CriticModel
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.compute import scoring
 from trainer.compute.batching import Layout
-from trainer.compute.scoring import (
-    PolicyScorer,
-    ValueScorer,
-    load_balance_loss,
-    pack_sequences,
-    packed_states,
-)
+from trainer.compute.scoring import PolicyScorer, ValueScorer, pack_sequences
 
 TOKENS = torch.tensor([[2, 3, 4, 5, 6, 7], [7, 8, 9, 3, 0, 0]])
 PROMPTS, RESPONSES = [2, 1], [4, 3]
@@ -69,10 +63,10 @@ def test_the_balance_loss_by_hand():
     """Three experts of gates .5, .3, .2, two chosen: f = (1/2, 1/2, 0), 3 (.5 / 2 + .3 / 2) = 1.2. With one
     chosen it is 3 * .5. Its gradient lowers the gate of an expert that is chosen too often."""
     gates = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    assert load_balance_loss((gates,), Layout([1]), 2).item() == pytest.approx(1.2)
-    assert load_balance_loss((gates,), Layout([1]), 1).item() == pytest.approx(1.5)
+    assert scoring.load_balance_loss((gates,), Layout([1]), 2).item() == pytest.approx(1.2)
+    assert scoring.load_balance_loss((gates,), Layout([1]), 1).item() == pytest.approx(1.5)
     logits = torch.tensor([[2.0, 0.0, 0.0], [2.0, 0.0, 0.0], [0.0, 1.0, 0.0]], requires_grad=True)
-    load_balance_loss((logits,), Layout([3]), 1).backward()
+    scoring.load_balance_loss((logits,), Layout([3]), 1).backward()
     assert (logits.grad[:, 0] > 0).all() and (logits.grad[:, 2] < 0).all()
 
 
@@ -89,10 +83,10 @@ def test_a_models_balance_loss_has_the_weight_and_top_k_of_its_config(chosen):
         choices = gate.argsort(-1, descending=True)[:, :chosen]
         share = torch.tensor([(choices == e).sum() / choices.numel() for e in range(4)])
         wanted += 4 * (share * gate.mean(0)).sum().item()
-    balance = packed_states(model.base_model, tokens, Layout([5]))[1]
+    balance = scoring.packed_states(model.base_model, tokens, Layout([5]))[1]
     assert balance.item() == pytest.approx(0.25 * wanted, rel=1e-5)
     assert wanted != pytest.approx(2.0, abs=1e-3)  # not perfectly balanced: shares matter
-    assert packed_states(tiny_llama(8).base_model, tokens, Layout([5]))[1] == 0  # a dense model
+    assert scoring.packed_states(tiny_llama(8).base_model, tokens, Layout([5]))[1] == 0  # a dense model
 
 
 def test_micro_batches_are_padded_on_the_right_and_come_back_in_row_order(monkeypatch):

@@ -97,9 +97,8 @@ def test_spare_teams_exist_while_the_machine_is_busy_and_no_longer(given, policy
     stays, and then nothing is watched."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     code = CODE if not given else CODE.replace("range(3000)", "range(20)")
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=clean | given, capture_output=True, text=True, check=True
-    )
+    more = {"env": clean | given, "capture_output": True, "text": True, "check": True}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, **more)
     *found, missing, left, same = done.stdout.split()
     assert (found, left, same) == (policy, "0", "True")
     assert (missing == "0") == (not given)

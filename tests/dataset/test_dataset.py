@@ -23,16 +23,15 @@ SYSTEM = {"role": "system", "content": "S"}
 
 def test_prompts_are_read_with_the_chat_template_or_as_text(chat, plain, jsonl):
     messages = [tiny.user("one"), tiny.user("two")]
-    path = jsonl(
-        {"prompt": "hi", "answer": "5"}, "", {"prompt": messages}, {"prompt": [SYSTEM, tiny.user("hi")]}
-    )
+    asked = [SYSTEM, tiny.user("hi")]
+    path = jsonl({"prompt": "hi", "answer": "5"}, "", {"prompt": messages}, {"prompt": asked})
     with_template = RLAIFDataset(path, chat, 100)
     without = RLAIFDataset(path, plain, 100)
     assert [p.index for p in with_template] == [0, 1, 2]  # the number of its record
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert with_template[0].prompt_ids == chat(text, add_special_tokens=False)["input_ids"]
     for data in (with_template, without):
-        assert [p.prompt for p in data] == ["hi", messages, [SYSTEM, tiny.user("hi")]]  # as the file has them
+        assert [p.prompt for p in data] == ["hi", messages, asked]  # as the file has them
         assert [p.answer for p in data] == ["5", None, None]
     assert [p.prompt_ids for p in without] == [plain(t)["input_ids"] for t in ("hi", "one\ntwo", "S\nhi")]
 
@@ -44,8 +43,7 @@ def test_long_prompts_are_dropped_not_cut(chat, jsonl):
     assert data[0].prompt == "hi"
     sides = jsonl({"prompt": "hi", "chosen": "5", "rejected": "6"})
     for kind in (RLAIFDataset, SFTDataset, PreferenceDataset):
-        with pytest.raises(InputError, match="--max_seq_len"):
-            kind(sides, chat, 3)
+        tiny.refused("--max_seq_len", kind, sides, chat, 3)
 
 
 def test_a_wrong_record_is_named_with_file_and_line(chat, jsonl):
@@ -64,8 +62,7 @@ def test_a_wrong_record_is_named_with_file_and_line(chat, jsonl):
         (logged, [{**fine, "prompt": "", "score": 1}], 1, "the prompt is empty", chat),
     ]
     for kind, records, line, says, tokenizer in cases:
-        with pytest.raises(InputError, match=rf"data\.jsonl:{line}: .*{says}"):
-            kind(jsonl(*records), tokenizer, 100)
+        tiny.refused(rf"data\.jsonl:{line}: .*{says}", kind, jsonl(*records), tokenizer, 100)
 
 
 def test_named_keys_are_read_line_by_line_and_records_stay_as_they_are(chat, jsonl):
@@ -206,8 +203,7 @@ def test_the_system_message_comes_first_unless_there_is_one(chat, plain, jsonl):
     read_by_ppo = conversation_ids(chat, [([SYSTEM, tiny.user("hi")], "5")])[0]
     assert PreferenceDataset(path, chat, 100, "S")[0][0] == read_by_ppo
     assert SFTDataset(path, chat, 100, "S")[0][0][: len(one.prompt_ids)] == one.prompt_ids
-    with pytest.raises(InputError, match=r"--system_prompt: .*no chat template"):
-        set_system_prompt(plain, "S")
+    tiny.refused(r"--system_prompt: .*no chat template", set_system_prompt, plain, "S")
 
 
 def test_a_text_as_template(plain, jsonl, tmp_path):
@@ -241,11 +237,9 @@ def test_a_text_as_template(plain, jsonl, tmp_path):
     assert learned(plain, talk) == "<yes><yes>"  # although nothing in this template says whose turn it is
     typo = "{% for m in messages %}Q: {{ m['contents'] }}{% endfor %}"
     for template in ("no hole", "{prompt} {prompt}", "{{ nonsense", "{{ 'fixed' }}", typo):
-        with pytest.raises(InputError, match="--prompt_template"):
-            set_template(plain, template)
+        tiny.refused("--prompt_template", set_template, plain, template)
     plain.eos_token = None
-    with pytest.raises(InputError, match=r"--prompt_template.*no EOS token to end answers with"):
-        set_template(plain, "a {prompt} b")
+    tiny.refused(r"--prompt_template.*no EOS token to end answers with", set_template, plain, "a {prompt} b")
 
 
 PAIRS = [
@@ -332,8 +326,7 @@ def test_answers_that_are_too_long_are_dropped_and_counted(jsonl):
 def test_an_answer_has_to_end_where_the_policy_ends(jsonl):
     tokenizer = words()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' h ' }}{% endfor %}"
-    with pytest.raises(InputError, match=r"data.jsonl:1: the answer does not end with an EOS"):
-        logged(jsonl(*RATED), tokenizer)
+    tiny.refused(r"data.jsonl:1: the answer does not end with an EOS", logged, jsonl(*RATED), tokenizer)
     assert logged(jsonl(*RATED), tokenizer, eos=[0, H])[0].response_ids == [C, H]
 
 

@@ -41,9 +41,8 @@ def byte_level(template=None):
     trainer = BpeTrainer(vocab_size=400, **settings)
     backend.train_from_iterator(SENTENCES, trainer)
     backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
+    around = {"single": "<s> $A </s>", "special_tokens": [("<s>", 0), ("</s>", 1)]}
+    backend.post_processor = processors.TemplateProcessing(**around)
     more = ["<|im_start|>", "<|im_end|>", "<|im_end|>x"]
     end = "<|im_end|>" if template else "</s>"
     tokenizer = wrapped(backend, bos_token="<s>", eos_token=end, pad_token="<pad>", extra_special_tokens=more)
@@ -134,15 +133,9 @@ def prompt_ids(tokenizer, prompt):
     return encode(tokenizer, [prompt_text(tokenizer, prompt)])[0]
 
 
-ORDINARY = [
-    "hello the user",
-    " spaces \n around ",
-    "<think>\n1 + 1\n</think>",
-    "a < b > c </ s> <|im_end | <|im_end|",
-    "你好 naïve \u0000 \ufeff é",
-    "\U000f0001 \U000f0000 \ufdd1",
-    "",
-]
+ORDINARY = ["hello the user", " spaces \n around ", "<think>\n1 + 1\n</think>", ""]
+ORDINARY += ["a < b > c </ s> <|im_end | <|im_end|", "你好 naïve \u0000 \ufeff é"]
+ORDINARY += ["\U000f0001 \U000f0000 \ufdd1"]
 
 
 def test_ordinary_text_is_encoded_as_before(kind, tokenizer):

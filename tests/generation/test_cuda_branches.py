@@ -11,10 +11,9 @@ import torch
 from recorded_graphs import LAY_OUT, RecordedGraphs, Waits, sample_as_on_a_gpu
 from test_engine import PROMPTS, VOCABULARY, draw
 from test_families import FAMILIES, build
-from tiny import tiny_llama
+from tiny import refused, tiny_llama
 from torch.utils._python_dispatch import _disable_current_modes
 
-from errors import InputError
 from trainer.compute import memory
 from trainer.generation import cuda_graphs, engine
 from trainer.generation.cuda_graphs import CudaGraphs, waiting_is_an_error
@@ -332,8 +331,7 @@ def test_a_cache_too_small_for_half_is_an_error_that_names_the_tokens(model, mon
 
     caches = []
     monkeypatch.setattr(engine, "KVCache", Full)
-    with pytest.raises(InputError, match="out of memory for a single sequence of 16 tokens"):
-        answers(Sampler(model, slots=7))
+    refused("out of memory for a single sequence of 16 tokens", answers, Sampler(model, slots=7))
     assert [slots for slots, _ in tried] == [7, 3, 1]
     assert all(cache is None for _, caches in tried for cache in caches)
 
@@ -365,8 +363,7 @@ def test_fewer_slots_where_the_cache_would_be_too_large(model):
 
 
 def test_a_rollout_waits_for_its_checks_and_its_results(model, gpu):
-    """Prompts are admitted, steps run, sequences leave: numbers on the device are read once a check, and once
-    where sequences have left."""
+    """The device's numbers are read once a check, and once where sequences have left."""
     sampler, keys, pad = Sampler(model, slots=7), noise_keys(7, 3, range(24)), engine.pad_right
 
     def on_the_host(*args):

@@ -105,8 +105,7 @@ KINDS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_families_sample_the_same(name, forced, monkeypatch):
-    """With fused layers, which leave their last sum to the next one, and with masks where a model has its
-    own."""
+    """With fused layers, which leave their last sum to the next one, and with masks of a model's own."""
     model = build(FAMILIES[name]())
     left = []
 

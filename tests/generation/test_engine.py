@@ -38,9 +38,8 @@ def test_rows_that_are_decoded_and_rows_of_the_head_come_in_multiples_of_eight(m
     """Products of 1 to 3 rows round differently: a result would depend on the other sequences."""
     sampler, decoded, read = Sampler(model), set(), set()
     copy = sampler.copy.model
-    copy.base_model.register_forward_pre_hook(
-        lambda _, args, x: decoded.add(tuple(x["input_ids"].shape)), with_kwargs=True
-    )
+    noted = lambda _, args, x: decoded.add(tuple(x["input_ids"].shape))  # noqa: E731
+    copy.base_model.register_forward_pre_hook(noted, with_kwargs=True)
     copy.get_output_embeddings().register_forward_pre_hook(lambda _, x: read.add(len(x[0])))
     sampler.sample([[3, 4]] * count, noise_keys(7, 3, range(count)), [0], 10, 1.0)
     whole = {8} if count <= 8 else {8, 16}
@@ -106,9 +105,8 @@ def test_log_probs_are_within_the_rounding_of_the_samplers_dtype_also_of_far_tok
 
 @pytest.mark.slow
 def test_bf16_where_onednn_refuses_it():
-    code = (
-        "from tests.generation.test_engine import *\npolicy = tiny_llama(VOCABULARY, layers=2, spread=2.0)\n"
-    )
+    code = "from tests.generation.test_engine import *\n"
+    code += "policy = tiny_llama(VOCABULARY, layers=2, spread=2.0)\n"
     code += "print(gap(policy, torch.bfloat16, PROMPTS[:8])[1])"
     path = os.pathsep.join([str(ROOT), *sys.path])
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": path}
@@ -140,9 +138,8 @@ def test_every_family_samples_and_scores_what_transformers_computes(name):
         scored, _, _ = PolicyScorer(model)(*rollout.sequences, 0.9)
         exact = (model(rollout.tokens).logits[:, :-1] / 0.9).log_softmax(-1)
         exact = exact.gather(2, rollout.tokens[:, 1:, None]).squeeze(2)
-        places = (rollout.prompt_len[:, None] - 1 + torch.arange(scored.shape[1])).clamp(
-            max=exact.shape[1] - 1
-        )
+        places = rollout.prompt_len[:, None] - 1 + torch.arange(scored.shape[1])
+        places = places.clamp(max=exact.shape[1] - 1)
         for wanted in (rollout.sampler_logprobs, exact.gather(1, places)):
             assert ((wanted - scored) * rollout.mask).abs().max() < 1e-3
     check_sampling(model)

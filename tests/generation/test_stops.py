@@ -6,11 +6,10 @@ from functools import cache
 import pytest
 import torch
 from recorded_graphs import sample_as_on_a_gpu, without_kernels
-from tiny import tiny_llama, word_tokenizer
+from tiny import refused, tiny_llama, word_tokenizer
 from tiny_tokenizers import TOKENIZERS, byte_level, ids_of
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from errors import InputError
 from trainer import train_ppo
 from trainer.compute.scoring import PolicyScorer
 from trainer.endings import load_endings
@@ -220,5 +219,4 @@ def test_flags_to_ends():
     ],
 )
 def test_a_stop_that_cannot_be_one_is_a_line(argv, line):
-    with pytest.raises(InputError, match=line):
-        endings(*argv)
+    refused(line, endings, *argv)

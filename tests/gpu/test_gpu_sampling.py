@@ -4,18 +4,7 @@ import warnings
 
 import pytest
 import torch
-from on_gpu import (
-    HALVES,
-    MODELS,
-    MOE,
-    PROMPTS,
-    changed,
-    made,
-    needs_gpu,
-    needs_real_gpu,
-    no_graphs,
-    waits,
-)
+from on_gpu import HALVES, MODELS, MOE, PROMPTS, changed, made, needs_gpu, needs_real_gpu, no_graphs, waits
 from tiny import llama_config, word_tokenizer
 from transformers import LlamaForCausalLM
 

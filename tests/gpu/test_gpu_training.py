@@ -3,6 +3,7 @@
 import gc
 import shutil
 
+import on_gpu
 import pytest
 import tiny
 import torch
@@ -14,12 +15,10 @@ from on_gpu import (
     PROMPTS,
     assert_near,
     made,
-    needs_bf16,
     needs_gpu,
     needs_real_gpu,
     run_files,
     train,
-    waits,
 )
 from same_runs import same_weights
 
@@ -59,10 +58,8 @@ def scored(model, device, dtype=torch.float32, checkpointing=0, lora_r=0):
             for name, p in backbone.named_parameters():
                 if "lora_B" in name:  # it starts at zero, and so would the gradient of the other one
                     p.data.copy_(0.1 * torch.randn(p.shape, generator=generator))
-    parts = (
-        rollout.tokens.to(device),
-        Layout.of_responses(rollout.layout.prompt_len, rollout.layout.response_len, device),
-    )
+    layout = Layout.of_responses(rollout.layout.prompt_len, rollout.layout.response_len, device)
+    parts = rollout.tokens.to(device), layout
     logprobs, entropy, balance = PolicyScorer(model, dtype)(*parts, 0.9)
     (logprobs.sin().sum() + balance).backward()
     values, _ = ValueScorer(critic, dtype)(*parts)
@@ -132,7 +129,7 @@ def test_sequences_are_packed_and_layers_fused(family, heads, dtype):
 
 
 @needs_real_gpu
-@needs_bf16
+@on_gpu.needs_bf16
 def test_the_kernels_that_attention_runs():
     """In bf16 with gradients: flash attention, and none of cuDNN's."""
     set_precision("auto", torch.device("cuda", 0))
@@ -162,7 +159,7 @@ def test_a_micro_batch_hardly_waits_for_the_gpu():
     more = {"actor": (1.0,), "critic": ()}
     for name, scorer in scorers.items():
         for turn in range(2):  # the first may set something up
-            with waits() as found:
+            with on_gpu.waits() as found:
                 out = scorer(*rollout.rows(range(8 * turn, 8 * turn + 8)).sequences, *more[name])
                 out[0].sum().backward()
         assert len(found) <= 2, (name, [str(w.message) for w in found])

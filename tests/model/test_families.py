@@ -7,9 +7,8 @@ import pytest
 import torch
 import transformers as T
 from safetensors.torch import load_model
-from tiny import ROOT, WORDS, read_jsonl, train, word_tokenizer, write_jsonl
+from tiny import ROOT, WORDS, read_jsonl, refused, train, word_tokenizer, write_jsonl
 
-from errors import InputError
 from model.loading import eos_ids, load_policy, load_tokenizer, quiet, tokenizer_source
 from model.model_minimind import MiniMindConfig
 from trainer.compute.scoring import pack_sequences
@@ -125,19 +124,11 @@ def files(folder, model, tokenizer=None):
     (tokenizer or word_tokenizer(WORDS, chat=True)).save_pretrained(folder / "policy")
     (folder / "combine.py").write_text(REWARD)
     prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 5))} for n in range(8)]
-    return {
-        "model": folder / "policy",
-        "reward_fn": f"{folder / 'combine.py'}:score",
-        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
-        "out_dir": folder / "out",
-        "reasoning": 0,
-        "dtype": "float32",
-        "batch_size": 4,
-        "mini_batch_size": 4,
-        "critic_warmup_steps": 0,
-        "max_steps": 2,
-        "max_gen_len": 12,
-    }
+    data = write_jsonl(folder / "prompts.jsonl", prompts)
+    places = {"model": folder / "policy", "data_path": data, "out_dir": folder / "out"}
+    places["reward_fn"] = f"{folder / 'combine.py'}:score"
+    sizes = {"batch_size": 4, "mini_batch_size": 4, "max_steps": 2, "max_gen_len": 12}
+    return places | sizes | {"critic_warmup_steps": 0, "reasoning": 0, "dtype": "float32"}
 
 
 def logits(model):
@@ -148,10 +139,7 @@ def logits(model):
 
 @pytest.fixture(scope="module")
 def table():
-    lines = [
-        "| family | class | packed | fused | sampler gap | largest logit | off by |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| family | class | packed | fused | sampler gap | largest logit | off by |", "|---" * 7 + "|"]
     yield lines
     print("\n" + "\n".join(lines))
 
@@ -178,8 +166,7 @@ def test_family(family, tmp_path, table):
 
     exact, rounded = logits(trained), logits(reloaded)
     by_position, largest = (exact - rounded).abs().amax(-1).flatten().sort().values, exact.abs().max().item()
-    # Where two experts are as good as equal, rounding may change which one a router takes: at one in fifty
-    # positions at most.
+    # Rounding may change which of two equally good experts a router takes: at one in fifty positions at most.
     flips = len(by_position) // 50 if "MoE" in family else 0
     off = by_position[-1 - flips].item()
     gap = max(row.get("rollout/sampler_gap", 0.0) for row in read_jsonl(run / "metrics.jsonl") if row["step"])
@@ -195,9 +182,7 @@ def test_family(family, tmp_path, table):
 @pytest.mark.parametrize("family", REFUSED)
 def test_refused_family(family, tmp_path):
     config, line = REFUSED[family]
-    with pytest.raises(InputError, match=line) as caught:
-        train(**files(tmp_path, build(config())))
-    assert "\n" not in str(caught.value)
+    refused(line, train, **files(tmp_path, build(config())))
     assert not (tmp_path / "out").exists()
 
 

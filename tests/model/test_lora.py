@@ -211,9 +211,8 @@ def test_checkpointing_and_accumulation_change_no_gradient(files):
 def test_a_checkpoint_holds_the_adapters_alone_and_the_result_has_them_merged_in(files, tmp_path):
     train(**files, **SMALL, **FAST, update_old_actor_freq=3, max_steps=4, run_name="r", out_dir=tmp_path)
     start, run = load_policy(files["model"]), tmp_path / "r"
-    actor, old, critic, moments = (
-        load_weights(run, 4, name) for name in ("actor", "old_actor", "critic", "actor_optimizer")
-    )
+    names = ("actor", "old_actor", "critic", "actor_optimizer")
+    actor, old, critic, moments = (load_weights(run, 4, name) for name in names)
     assert len(actor) == 2 * 7 * 2  # A and B of seven matrices in two layers
     assert old.keys() == actor.keys()
     assert {name for name in critic if ".lora_" not in name} == HEAD

@@ -3,9 +3,9 @@
 import pytest
 import tiny
 import torch
+from same_runs import same_weights
 from test_invariants import ALONE
 
-from errors import InputError
 from trainer import evaluation, train_ppo
 from trainer.evaluation import evaluate_actor
 from trainer.rewards.combine import Judge
@@ -56,9 +56,7 @@ def test_training_is_bit_for_bit_the_same_with_a_judge(files, judged, tmp_path, 
         assert judgements == ([7, 0, 7] if flags_ else [0, 0, 0])  # judge, two parts: sampled, greedy; a std
         lines.append([{k: v for k, v in r.items() if not k.startswith("eval/judge")} for r in found])
     assert lines[0] == lines[1]
-    for model in ("actor", "critic"):
-        left, right = (tiny.load_weights(tmp_path / name / "r", 2, model) for name in ("with", "without"))
-        assert all(left[key].equal(right[key]) for key in left)
+    same_weights(tmp_path / "with" / "r", tmp_path / "without" / "r", 2, ("actor", "critic"), most=0)
 
 
 def test_its_scores_are_sums_of_raw_ones(files, judged, monkeypatch):
@@ -117,5 +115,4 @@ def test_what_is_wrong_with_a_judge_names_its_flag(files, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FAILS.py").write_text("def f(prompts, responses, answers):\n    raise ValueError('no')\n")
     flag = "eval_reward_fn" if ":" in given else "eval_reward_model"
-    with pytest.raises(InputError, match=WRONG[given]):
-        train_ppo.main(argv_of({**files, flag: given}, tmp_path / "out"))
+    tiny.refused(WRONG[given], train_ppo.main, argv_of({**files, flag: given}, tmp_path / "out"))

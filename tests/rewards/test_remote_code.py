@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import LINUX, ROOT, assistant, save_policy_dir, save_reward_dir, user, word_tokenizer
+from tiny import LINUX, ROOT, assistant, refused, save_policy_dir, save_reward_dir, user, word_tokenizer
 
-from errors import InputError
 from model.loading import load_config, load_policy
 from trainer.rewards import reward_models
 from trainer.rewards.reward_models import load_reward_model
@@ -144,9 +143,8 @@ def save_old(folder, kind="AutoModel", dtype=torch.float32, **settings):
     names = {"AutoConfig": "modeling_old.OldConfig", kind: f"modeling_old.{KINDS[kind]}"}
     config = {"model_type": "old_style", "architectures": [KINDS[kind]], "auto_map": names, "num_labels": 1}
     config |= {"torch_dtype": str(dtype).removeprefix("torch."), "transformers_version": "4.41.0"}
-    (folder / "config.json").write_text(
-        json.dumps(config | {"pad_token_id": 0, "eos_token_id": 0} | settings)
-    )
+    config |= {"pad_token_id": 0, "eos_token_id": 0} | settings
+    (folder / "config.json").write_text(json.dumps(config))
     tokenizer = word_tokenizer("abcdefgh")
     tokenizer.save_pretrained(folder)
     return str(folder), by_hand, tokenizer
@@ -189,8 +187,7 @@ def test_it_scores_as_built_by_hand_and_in_batches(tmp_path, no_lucky_memory, ca
     monkeypatch.setattr(reward_models, "tokens_per_pass", lambda device: 64)
     assert len(sizes_of_batches()) > 3
     model.model.config.use_cache = True
-    with pytest.raises(InputError, match=r"its get_scores failed: AttributeError: .*from_legacy_cache"):
-        model(PAIRS)
+    refused(r"its get_scores failed: AttributeError: .*from_legacy_cache", model, PAIRS)
 
 
 FAULTS = {"padding": "and get_score differ", "raises": "no batches today", "count": "get_scores failed"}
@@ -267,8 +264,7 @@ def test_models_without_code_are_the_same_with_trust_remote_code(tmp_path, no_lu
 
 def test_it_needs_permission_and_its_weights_may_be_in_torchs_own_file(tmp_path):
     path, by_hand, tokenizer = save_old(tmp_path / "m")
-    with pytest.raises(InputError, match="--trust_remote_code"):
-        load_reward_model(path, CPU)
+    refused("--trust_remote_code", load_reward_model, path, CPU)
     (tmp_path / "m" / "model.safetensors").unlink()
     torch.save(by_hand.state_dict(), tmp_path / "m" / "pytorch_model.bin")
     assert load(path)(PAIRS).allclose(alone(by_hand, tokenizer), atol=1e-5)
@@ -278,12 +274,9 @@ def test_missing_weights_and_packages_are_named(tmp_path):
     path, by_hand, _ = save_old(tmp_path / "m")
     state = {n: x.contiguous() for n, x in by_hand.state_dict().items() if n != "v_head.weight"}
     save_file(state, tmp_path / "m" / "model.safetensors")
-    with pytest.raises(InputError, match=r"its weights lack .*: v_head\.weight"):
-        load(path)
+    refused(r"its weights lack .*: v_head\.weight", load, path)
     (tmp_path / "m" / "modeling_old.py").write_text("import no_such_package\n" + CODE)
-    with pytest.raises(InputError, match="no_such_package") as caught:
-        load(path)
-    assert len(str(caught.value).splitlines()) == 1
+    refused("no_such_package", load, path)
 
 
 MEMORY = """import sys, torch

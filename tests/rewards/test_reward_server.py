@@ -88,14 +88,8 @@ def test_what_is_sent_is_what_openrlhf_sends_and_large_batches_go_in_pieces(monk
     assert [len(r["query"]) for r in requests] == [4, 4, 2]
 
 
-FAULTS = {
-    "500": lambda h, r: send(h, {}, 500),
-    "503": lambda h, r: send(h, {}, 503),
-    "429": lambda h, r: send(h, {}, 429),
-    "no JSON": lambda h, r: send(h, b"<html>please wait</html>"),
-    "hangs up": hang_up,
-    "hangs": hang,
-}
+FAULTS = {str(code): lambda h, r, code=code: send(h, {}, code) for code in (500, 503, 429)}
+FAULTS |= {"no JSON": lambda h, r: send(h, b"<html>please wait</html>"), "hangs up": hang_up, "hangs": hang}
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)

@@ -49,14 +49,8 @@ NUMBERS = [  # (response, answer, is it right?)
     ("no idea", "72", 0),
     ("72", "72", 1),  # verl's ground truth
 ]
-DAPO = {
-    1: 0.0,
-    16_384: 0.0,
-    16_385: 1 / 4096,
-    18_432: 0.5,
-    20_479: 4095 / 4096,
-    20_480: 1.0,
-}  # its own numbers
+# its own numbers
+DAPO = {1: 0.0, 16_384: 0.0, 16_385: 1 / 4096, 18_432: 0.5, 20_479: 4095 / 4096, 20_480: 1.0}
 RULES = [  # (rule, its arguments, what it gives)
     *((rules.format_reward, (text,), form) for text, form, _ in FORMS),
     *((rules.mark_reward, (text,), marks) for text, _, marks in FORMS),

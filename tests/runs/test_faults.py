@@ -25,9 +25,8 @@ def metrics_of(folder):
     return [m for m in read_jsonl(folder / "r" / "metrics.jsonl") if m["step"]]
 
 
-SHIELDED = (
-    "try:\n    time.sleep(100)\nexcept BaseException: pass\ntime.sleep(100)"  # the time is up every second
-)
+# the time is up every second
+SHIELDED = "try:\n    time.sleep(100)\nexcept BaseException: pass\ntime.sleep(100)"
 FAULTS = {  # what it may return: rewards/test_reward_function.py, test_fuzz.py
     "it raises": ("raise ValueError('no')", r"ValueError: no at .*combine.py:\d+"),
     "its error has many lines": ("raise ValueError('x\\n' * 1000)", "ValueError: x"),
@@ -49,10 +48,8 @@ def test_a_reward_that_fails_saves_and_ends_in_one_line(files, tmp_path, monkeyp
     if evaluates:
         argv += flags(eval_data_path=files["data_path"], eval_interval=2)
     fail(monkeypatch, code, call=5 if evaluates else 2)
-    with pytest.raises(InputError, match=message) as error:
-        train_ppo.main(argv)
-    assert str(error.value).startswith("--reward_fn")
-    assert len(str(error.value)) < 500
+    line = tiny.refused(message, train_ppo.main, argv)
+    assert line.startswith("--reward_fn") and len(line) < 500
     saved = tmp_path / "r" / "checkpoints" / f"step_{2 if evaluates else 1}"
     assert f"saved: {saved}\n" in capsys.readouterr().out
     if what.startswith("it raises") or what == "it hangs":
@@ -71,8 +68,8 @@ def fail(monkeypatch, code, call=2):
 
 def test_a_run_folder_that_is_removed_is_noticed_in_the_same_step(files, tmp_path, monkeypatch, capsys):
     fail(monkeypatch, f"import shutil; shutil.rmtree({str(tmp_path / 'r')!r})")
-    with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be written \(No such file"):
-        train_ppo.main(argv_of(files, tmp_path))
+    written = r"metrics\.jsonl: cannot be written \(No such file"
+    tiny.refused(written, train_ppo.main, argv_of(files, tmp_path))
     assert not (tmp_path / "r").exists()
     said = capsys.readouterr().out
     assert "to go on" not in said
@@ -127,9 +124,7 @@ ALL_SAME = {"reward_fn": "same.py:score", "reward_model": "", "missing_eos_penal
     ],
     ids=["all are empty", "none ends", "all score the same"],
 )
-def test_unusual_responses_are_trained_on_and_break_nothing(
-    files, tmp_path, monkeypatch, change, more, wanted
-):
+def test_unusual_responses_are_trained_on(files, tmp_path, monkeypatch, change, more, wanted):
     tokenizer = word_tokenizer(WORDS, chat=True)
     model = tiny.tiny_llama(len(tokenizer), layers=2, spread=2.0)
     with torch.no_grad():

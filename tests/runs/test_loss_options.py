@@ -1,11 +1,12 @@
 """Whole runs with options: stopped and resumed they end bit for bit alike, and two processes equal one."""
 
+import json
 from functools import cache
 
 import pytest
 import same_runs
 from same_runs import CRITIC, EXACT, same_metrics, same_weights, sizes
-from tiny import flags, read_jsonl, run_files, write_jsonl
+from tiny import flags, read_jsonl, run_files, train, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo
@@ -18,9 +19,17 @@ ONLINE = RUN | CRITIC | OPTIONS | {"replay_batches": 1}
 FEW_SCORES = """def score(prompts, responses, answers, step, total_steps):
     return [(1 + step / total_steps) * ({"a", "c"} <= set(r.split())) for r in responses]
 """
+STEP_SCORES = """
+def score(prompts, responses, answers):
+    places = [[i for i, c in enumerate(r) if c in "be"] for r in responses]
+    return [[(i, 0.5) for i in mine] if len(r) % 4 else 0.1 * len(r) for r, mine in zip(responses, places)]
+"""
 GROUPS = {"advantage": "rloo", "num_generations": 4, "filter_groups": 2, "kl_in": "reward"}
 GROUPS |= {"policy_loss": "cispo"}
 GROUPS |= {"replay_batches": 1, "update_old_actor_freq": 2, "missing_eos_penalty": 0, "temperature": 0.8}
+ENDINGS = RUN | CRITIC | {"critic_init": "actor", "max_gen_len": 8, "min_gen_len": 3, "overlong_buffer": 3}
+ENDINGS |= {"overlong_penalty": 0.5, "replay_batches": 1, "update_old_actor_freq": 2}
+ENDS = ["--stop", "b ", "d", "--stop_token_ids", "9"]
 OFFLINE = RUN | CRITIC | {"max_gen_len": 8, "accumulation_steps": 2, "lr_schedule": "constant"}
 # the flags, and the responses of a batch
 RUNS = {
@@ -28,6 +37,7 @@ RUNS = {
     "old actor": (ONLINE | {"update_old_actor_freq": 2, "kl_in": "reward"}, 8),
     "adapters in fp16": (ONLINE | {"lora_r": 2, "gradient_checkpointing": 1, "dtype": "float16"}, 8),
     "several answers": (RUN | GROUPS, 32),
+    "endings": (ENDINGS, 16),
     "offline": (OFFLINE, 16),
     "offline, adapters": (OFFLINE | {"lora_r": 4, "gradient_checkpointing": 1}, 16),
     "offline, fp16": (OFFLINE | {"dtype": "float16"}, 16),
@@ -51,6 +61,8 @@ def files(tmp_path_factory):
     online["eval_data_path"] = write_jsonl(folder / "eval.jsonl", held_out)
     scored = online | {"reward_fn": f"{folder / 'few.py'}:score"}
     del scored["reward_model"]
+    (folder / "steps.py").write_text(STEP_SCORES)
+    steps = {"reward_fn": f"{folder / 'steps.py'}:score", "eval_data_path": online["data_path"]}
     texts = write_jsonl(folder / "texts.jsonl", [{"text": f"{word} b c"} for word in "abcde"])
     offline = {
         "model": online["model"],
@@ -58,7 +70,8 @@ def files(tmp_path_factory):
         "eval_data_path": write_jsonl(folder / "held_out.jsonl", map(pair, range(7))),
         "ptx_data_path": texts,
     }
-    return {"offline": offline, "several answers": scored, "": online | {"ptx_data_path": texts}}
+    found = {"offline": offline, "several answers": scored, "endings": online | steps}
+    return found | {"": online | {"ptx_data_path": texts}}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +79,8 @@ def argv_of(files):
     def argv(kind, out_dir, processes=1, **more):
         given, responses = RUNS[kind]
         chosen = files.get(kind.partition(",")[0], files[""])
-        return flags(**{**chosen, **given, **sizes(responses // processes), "out_dir": out_dir, **more})
+        values = {**chosen, **given, **sizes(responses // processes), "out_dir": out_dir, **more}
+        return [*flags(**values), *(ENDS if kind == "endings" else [])]
 
     return argv
 
@@ -107,13 +121,15 @@ TOGETHER = {  # what is compared
     "options": ["actor", "critic", "ema"],
     "offline": ["actor", "critic"],
     "several answers": ["actor"],
+    "endings": ["actor", "critic"],
 }
 OF_OPTIONS = {"kl/coef", "kl/sequence", "policy/entropy", "policy/loss", "ema/score"}
 
 
-@pytest.mark.parametrize(
-    "kind", ["options", pytest.param("offline", marks=pytest.mark.slow), "several answers"]
-)
+OFTEN = ["options", "several answers", "endings"]
+
+
+@pytest.mark.parametrize("kind", [*OFTEN, pytest.param("offline", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(whole, argv_of, tmp_path, kind):
     one, two = whole(kind), tmp_path / "r"
     same_runs.run_in_two_processes(argv_of(kind, tmp_path, processes=2))
@@ -147,3 +163,27 @@ def test_without_a_critic_nothing_of_one_is_trained_logged_or_saved(whole):
     assert lines[1]["rollout/sampled_again"] > 0
     assert lines[1]["rollout/equal_groups"] < 0.8
     assert "eval/pass@4" in lines[0]
+
+
+def test_every_ending_occurs(whole):
+    run = whole("endings")
+    rows = [row for name in ("samples", "eval_samples") for row in read_jsonl(run / f"{name}.jsonl")]
+    assert all(3 <= row["length"] <= 8 for row in rows)
+    assert {row["finished"] for row in rows} == {True, False}
+    assert {row["parts"]["overlong"] < 0 for row in rows} == {True, False}
+    words = [(row["response"].split(), row["length"]) for row in rows if row["finished"]]
+    assert {length - len(found) for found, length in words} >= {1, 2}  # an EOS or "d", and "b "
+    assert all({"d", "h"}.isdisjoint(found[2:]) for found, _ in words)  # a reward sees no end
+    assert all(row["parts"]["missing_eos"] == 0 for row in rows if row["finished"])
+    assert read_jsonl(run / "metrics.jsonl")[1]["rollout/sampler_gap"] < 1e-5
+
+
+def test_the_result_knows_what_ends_its_answers(whole, files, tmp_path):
+    """generation_config.json has the endings of this run, and none of an earlier one."""
+    out = whole("endings").parent
+    ends = json.loads((out / "ppo_actor_32" / "generation_config.json").read_text())
+    assert (ends["stop_strings"], ends["eos_token_id"]) == (["b ", "d"], [0, 9])
+    again = {**files["endings"], "model": out / "ppo_actor_32.pth", "max_gen_len": 4, "max_steps": 1}
+    train(**again, batch_size=4, critic_init="actor", out_dir=tmp_path)
+    ends = json.loads((tmp_path / "ppo_actor_32" / "generation_config.json").read_text())
+    assert "stop_strings" not in ends and ends["eos_token_id"] == [0, 9]

@@ -13,7 +13,6 @@ import torch
 from test_summary import logger_of
 from tiny import flags, health_of, read_jsonl, write_jsonl
 
-from errors import InputError
 from trainer import train_ppo
 from trainer.runs import displays, report, run_logger
 from trainer.runs.distributed import World
@@ -247,8 +246,7 @@ def test_writing_it_takes_at_most_a_hundredth_of_the_time(tmp_path, monkeypatch)
 def test_a_report_that_cannot_be_written_ends_the_run_in_one_line(copied):
     (copied / "report.html").unlink()
     (copied / "report.html").mkdir()
-    with pytest.raises(InputError, match="copy: cannot be written"):
-        written(copied)
+    tiny.refused("copy: cannot be written", written, copied)
 
 
 def test_a_fault_in_the_page_does_not_end_a_run(files, tmp_path, monkeypatch, capsys):

@@ -10,9 +10,8 @@ import psutil
 import pytest
 import torch
 from same_runs import CRITIC, EXACT, same_weights, sizes
-from tiny import PYTHON, ROOT, finish, flags, launch_torchrun, read_jsonl, run_files
+from tiny import PYTHON, ROOT, finish, flags, launch_torchrun, read_jsonl, refused, run_files
 
-from errors import InputError
 from trainer import train_ppo
 from trainer.runs.distributed import store_of_attempt
 
@@ -36,8 +35,7 @@ def test_each_attempt_has_a_part_of_the_store_of_its_own(monkeypatch):
         assert not mine.check(["address"])
         mine.set("address", attempt)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with pytest.raises(InputError, match="--max_restarts: works on one machine"):
-        store_of_attempt(store)
+    refused("--max_restarts: works on one machine", store_of_attempt, store)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert store_of_attempt(store) is store
 

@@ -12,9 +12,8 @@ import matplotlib
 import pytest
 from test_report import Page
 from test_summary import logger_of
-from tiny import DIE, finish, flags, launch, read_jsonl, run_files, write_jsonl
+from tiny import DIE, finish, flags, launch, read_jsonl, refused, run_files, write_jsonl
 
-from errors import InputError
 from trainer import train_ppo, train_reward, train_sft
 from trainer.runs import trackers
 
@@ -112,8 +111,7 @@ def start(files, out_dir, *names, **environment):
 
 @pytest.fixture(scope="module")
 def resumed(files, tmp_path_factory):
-    """The folder of a run with all trackers that was killed in step 4, when its last checkpoint was that of
-    step 2, and then resumed."""
+    """The folder of a run with all trackers, killed in step 4 after a checkpoint of step 2, and resumed."""
     out = tmp_path_factory.mktemp("resumed")
     finish(start(files, out, *ALL, FAULT=DIE, FAULT_AT="8"), code=-9)  # calls 1, 2, 6, 7 evaluate
     assert read_jsonl(out / "r" / "metrics.jsonl")[-1]["step"] == 3
@@ -216,13 +214,11 @@ def test_the_flags_name_each_tracker_once():
     assert wanted("--use_wandb") == wanted("--use_wandb", "--tracker", "swanlab") == ["swanlab"]
     assert wanted("--tracker", "wandb", "tensorboard", "wandb") == ["tensorboard", "wandb"]
     assert wanted("--use_wandb", "--tracker", "none") == ["swanlab"]
-    with pytest.raises(InputError, match="argument --tracker: invalid choice: 'mlflow'"):
-        train_ppo.parse_args(["--tracker", "mlflow"])
+    refused("argument --tracker: invalid choice: 'mlflow'", train_ppo.parse_args, ["--tracker", "mlflow"])
 
 
 def test_a_package_that_is_missing_is_one_line_and_leaves_no_folder(files, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError) as caught:
-        train_ppo.main([*flags(**files, **SIZES, out_dir=tmp_path / "out"), "--tracker", "wandb"])
-    assert str(caught.value) == "--tracker wandb: needs wandb; pip install wandb"
+    argv = [*flags(**files, **SIZES, out_dir=tmp_path / "out"), "--tracker", "wandb"]
+    assert refused("", train_ppo.main, argv) == "--tracker wandb: needs wandb; pip install wandb"
     assert not (tmp_path / "out").exists()
