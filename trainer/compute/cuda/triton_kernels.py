@@ -12,7 +12,7 @@ et al. 2023 (arXiv:2305.13245).
 import triton
 import triton.language as tl
 
-NEGATIVE_INFINITY = tl.constexpr(-float("inf"))
+MINUS_INF = tl.constexpr(-float("inf"))
 LOWEST = tl.constexpr(-1e30)  # stands for -inf, whose difference to -inf would be NaN
 # Kernels over the rows of a tensor [rows, width], in tiles [ROWS, BLOCK]. Grid: tiles, blocks of columns
 over_rows = triton.jit(do_not_specialize=["rows"])
@@ -182,7 +182,7 @@ def decode_attention(
         reached = t < end
         k = tl.load(keys + t[None, :] * dim + down, reached[None, :] & (down < dim), 0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
-        scores = tl.where(reached[None, :], scores, NEGATIVE_INFINITY)
+        scores = tl.where(reached[None, :], scores, MINUS_INF)
         higher = tl.maximum(most, tl.max(scores, 1))
         p = tl.exp(scores - higher[:, None])
         keep = tl.exp(most - higher)
@@ -292,12 +292,12 @@ def sample_and_store(
         logits += slot * size
         column = tl.arange(0, BLOCK)
         block = tl.arange(0, BLOCKS)
-        largest = tl.full([BLOCKS], NEGATIVE_INFINITY, tl.float32)
+        largest = tl.full([BLOCKS], MINUS_INF, tl.float32)
         sums = tl.zeros([BLOCKS], tl.float32)
         for start in tl.range(0, size, BLOCK, num_stages=3):
-            z = scale * tl.load(logits + start + column, start + column < size, NEGATIVE_INFINITY).to(tl.float32)
+            z = scale * tl.load(logits + start + column, start + column < size, MINUS_INF).to(tl.float32)
             high = tl.max(z, 0)
-            p = tl.exp(z - tl.where(high == NEGATIVE_INFINITY, 0.0, high))  # a block may hold nothing but -inf
+            p = tl.exp(z - tl.where(high == MINUS_INF, 0.0, high))  # a block may hold nothing but -inf
             largest = tl.where(block == start // BLOCK, high, largest)
             sums = tl.where(block == start // BLOCK, tl.sum(p, 0), sums)
         most = tl.max(largest, 0)
@@ -306,11 +306,11 @@ def sample_and_store(
         total = tl.sum(weights, 0)
         chosen = _first_beyond(weights, u * total, block, BLOCKS)
         column += chosen * BLOCK
-        z = scale * tl.load(logits + column, column < size, NEGATIVE_INFINITY).to(tl.float32)
+        z = scale * tl.load(logits + column, column < size, MINUS_INF).to(tl.float32)
         below = u * total - tl.sum(tl.where(block < chosen, weights, 0.0), 0)
         here = block == chosen  # inside, probabilities are relative to the block's largest, as its sum is
         below /= tl.sum(tl.where(here, shares, 0.0), 0)
-        high = tl.max(tl.where(here, largest, NEGATIVE_INFINITY), 0)
+        high = tl.max(tl.where(here, largest, MINUS_INF), 0)
         drawn = tl.minimum(_first_beyond(tl.exp(z - high).to(tl.float64), below, column, size), size - 1)
         logprob = tl.sum(tl.where(column == drawn, z, 0.0), 0) - most - tl.log(total.to(tl.float32))
         ended = drawn < 0
