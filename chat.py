@@ -56,10 +56,8 @@ from model.loading import (
     tokenizer_source,
 )
 from trainer.endings import read_stops
+from trainer.generation.stops import decode
 from trainer.runs.distributed import init_world
-
-# Spaces are not cleaned up, which would change what has been shown.
-DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 def model_path(args: Flags) -> str:
@@ -109,7 +107,7 @@ class Speaker:
 
     def text_of(self, ids: list[int]) -> tuple[str, bool]:
         """The text of an answer up to a stop string, and whether there is one."""
-        text = str(self.tokenizer.decode(ids, **DECODING))
+        text = decode(self.tokenizer, ids)
         ends = [text.index(stop) for stop in self.stops if stop in text]
         return text[: min(ends, default=None)], bool(ends)
 
@@ -131,7 +129,10 @@ class Speaker:
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=limit,
             stopping_criteria=[stops] if self.stops else [],
-            streamer=TextStreamer(self.tokenizer, skip_prompt=True, **DECODING),
+            # As ``decode``: to clean up spaces would change what has been shown.
+            streamer=TextStreamer(
+                self.tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ),
         )
         ids = sequence[0, len(asked) :].tolist()
         text, stopped = self.text_of(ids)

@@ -326,10 +326,9 @@ def check_output_head(model: PreTrainedModel) -> None:
     """
     tokens = torch.arange(16, device=model.device).view(2, 8) % embeddings(model)
     logits = model(tokens, use_cache=False).logits
-    limit = 1e-5 * logits.abs().max().item()
     with as_input_error(f"models of type {model.config.model_type} are not supported"):
         by_hand = model.get_output_embeddings()(model.base_model(tokens, use_cache=False).last_hidden_state)
-        if not by_hand.allclose(logits, rtol=1e-5, atol=limit):
+        if not by_hand.allclose(logits, rtol=1e-5, atol=1e-5 * logits.abs().max().item()):
             raise InputError(
                 "their logits are more than the output head applied to the last hidden state (a soft-cap or "
                 "a scale)"

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import rotate_half
 
 from trainer.compute.attention import attention, rotated_attention
 from trainer.compute.kernels import difference, differentiable, kernels_for
@@ -67,8 +68,7 @@ def _rotate(x, cos, sin):
     of a head, become (x1 cos - x2 sin, x2 cos + x1 sin). The gradient rotates back."""
     kernels = kernels_for(x, cos, sin) if len(cos) == len(x) else None
     if kernels is None:
-        first, second = x.chunk(2, -1)
-        return x * cos.to(x.dtype) + torch.cat([-second, first], -1) * sin.to(x.dtype)
+        return x * cos.to(x.dtype) + rotate_half(x) * sin.to(x.dtype)
 
     def turned(x, direction):
         y = torch.empty_like(x)

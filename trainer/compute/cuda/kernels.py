@@ -43,7 +43,7 @@ def check(device: str = "cuda") -> None:
     token_logprobs(x, ids, 1.0, spare_each, spare_each, spare_each)
     over_rows("token_logprobs_backward", x, ids, each, each, each, each, spare_half, 1.0)
     noise = torch.zeros(2, 1, dtype=torch.float64, device=device)
-    state = ids + torch.arange(2, device=device), ids.clone(), ids.clone(), ids.clone()
+    state = list(ids.repeat(4, 1))
     sample_and_store(x, 1.0, noise, ids[:1], 1, state, (noise.long(), noise.float()))
     keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
     values = keys.flip(2)

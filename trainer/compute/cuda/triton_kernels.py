@@ -12,6 +12,7 @@ et al. 2023 (arXiv:2305.13245).
 import triton
 import triton.language as tl
 
+MINUS_INF = tl.constexpr(-float("inf"))
 LOWEST = tl.constexpr(-1e30)  # stands for -inf, whose difference to -inf would be NaN
 # Kernels over the rows of a tensor [rows, width], in tiles [ROWS, BLOCK]. Grid: tiles, blocks of columns
 over_rows = triton.jit(do_not_specialize=["rows"])
@@ -85,14 +86,15 @@ def _rotated(x, there, norm, cos, sin, dim, eps, direction, D: tl.constexpr):
     (x1, x2) of a head become (x1 cos - x2 sin, x2 cos + x1 sin)."""
     d = tl.arange(0, D)[None, :]
     inside = d < dim
-    other = tl.where(d < dim // 2, d + dim // 2, d - dim // 2)
+    half = dim // 2
+    other = tl.where(d < half, d + half, d - half)
     a = _read(x + d, there & inside)
     b = _read(x + other, there & inside)
     if norm is not None:
         r = tl.rsqrt(tl.sum(a * a, 1) / dim + eps)[:, None]
         a = a * r * _read(norm + d, inside)
         b = b * r * _read(norm + other, inside)
-    b = tl.where(d < dim // 2, -b, b) * direction
+    b = tl.where(d < half, -b, b) * direction
     return a * _read(cos + d, inside) + b * _read(sin + d, inside)
 
 
@@ -155,6 +157,8 @@ def decode_attention(
     head = tl.arange(0, ROWS)
     there = (head < SHARED)[:, None]
     d = tl.arange(0, D)
+    across = d[None, :]
+    down = d[:, None]
     mine = (row * groups + group) * width * dim
     keys += mine
     values += mine
@@ -168,7 +172,7 @@ def decode_attention(
     own = query + (heads + group + tl.zeros([1, 1], tl.int32)) * dim
     own_k = _rotated(own, True, k_norm, cos, sin, dim, eps, 1, D).to(kind)
     own_v = _read(query + (heads + groups + group) * dim + d, d < dim).to(kind)
-    tl.store(keys + end * dim + d[None, :], own_k, d[None, :] < dim)
+    tl.store(keys + end * dim + across, own_k, across < dim)
     tl.store(values + end * dim + d, own_v, d < dim)
     most = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
     total = tl.full([ROWS], 1.0, tl.float32)
@@ -176,18 +180,18 @@ def decode_attention(
     for start in range(first, end, COLUMNS):
         t = start + tl.arange(0, COLUMNS)
         reached = t < end
-        k = tl.load(keys + t[None, :] * dim + d[:, None], reached[None, :] & (d < dim)[:, None], 0.0)
+        k = tl.load(keys + t[None, :] * dim + down, reached[None, :] & (down < dim), 0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
-        scores = tl.where(reached[None, :], scores, -float("inf"))
+        scores = tl.where(reached[None, :], scores, MINUS_INF)
         higher = tl.maximum(most, tl.max(scores, 1))
         p = tl.exp(scores - higher[:, None])
         keep = tl.exp(most - higher)
-        v = tl.load(values + t[:, None] * dim + d[None, :], reached[:, None] & (d < dim)[None, :], 0.0)
+        v = tl.load(values + t[:, None] * dim + across, reached[:, None] & (across < dim), 0.0)
         total = total * keep + tl.sum(p, 1)
         sums = sums * keep[:, None] + tl.dot(p.to(kind), v, input_precision="ieee")
         most = higher
-    place = (row * heads + group * SHARED + head)[:, None] * dim + d[None, :]
-    tl.store(out + place, sums / total[:, None], there & (d < dim)[None, :])
+    place = (row * heads + group * SHARED + head)[:, None] * dim + across
+    tl.store(out + place, sums / total[:, None], there & (across < dim))
 
 
 # ------------------------------------------------------------------------------------------------ logits
@@ -288,12 +292,12 @@ def sample_and_store(
         logits += slot * size
         column = tl.arange(0, BLOCK)
         block = tl.arange(0, BLOCKS)
-        largest = tl.full([BLOCKS], -float("inf"), tl.float32)
+        largest = tl.full([BLOCKS], MINUS_INF, tl.float32)
         sums = tl.zeros([BLOCKS], tl.float32)
         for start in tl.range(0, size, BLOCK, num_stages=3):
-            z = scale * tl.load(logits + start + column, start + column < size, -float("inf")).to(tl.float32)
+            z = scale * tl.load(logits + start + column, start + column < size, MINUS_INF).to(tl.float32)
             high = tl.max(z, 0)
-            p = tl.exp(z - tl.where(high == -float("inf"), 0.0, high))  # a block may hold nothing but -inf
+            p = tl.exp(z - tl.where(high == MINUS_INF, 0.0, high))  # a block may hold nothing but -inf
             largest = tl.where(block == start // BLOCK, high, largest)
             sums = tl.where(block == start // BLOCK, tl.sum(p, 0), sums)
         most = tl.max(largest, 0)
@@ -302,13 +306,12 @@ def sample_and_store(
         total = tl.sum(weights, 0)
         chosen = _first_beyond(weights, u * total, block, BLOCKS)
         column += chosen * BLOCK
-        z = scale * tl.load(logits + column, column < size, -float("inf")).to(tl.float32)
+        z = scale * tl.load(logits + column, column < size, MINUS_INF).to(tl.float32)
         below = u * total - tl.sum(tl.where(block < chosen, weights, 0.0), 0)
         here = block == chosen  # inside, probabilities are relative to the block's largest, as its sum is
         below /= tl.sum(tl.where(here, shares, 0.0), 0)
-        high = tl.max(tl.where(here, largest, -float("inf")), 0)
-        drawn = _first_beyond(tl.exp(z - high).to(tl.float64), below, column, size)
-        drawn = tl.minimum(drawn, size - 1)
+        high = tl.max(tl.where(here, largest, MINUS_INF), 0)
+        drawn = tl.minimum(_first_beyond(tl.exp(z - high).to(tl.float64), below, column, size), size - 1)
         logprob = tl.sum(tl.where(column == drawn, z, 0.0), 0) - most - tl.log(total.to(tl.float32))
         ended = drawn < 0
         for i in range(ends_count):
