@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dataset.lm_dataset import LoggedPairs, RLAIFDataset
 from errors import InputError
 from model.critic import CriticModel
 from model.loading import is_moe
 from model.lora import trained
-from model.saving import save_policy, state_dict_in
+from model.saving import State, save_policy, state_dict_in
 from model.weights import sharded_and_whole
 from trainer.about_run import describe_run, fingerprints, start_facts
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
@@ -172,7 +172,7 @@ class PpoRun(Run):
         self.learners["actor"].first_batch = args.critic_warmup_steps  # before it only the critic trains
         self.loss_scale = LossScale(self.dtype)  # of fp16
         self.progress = Progress(token_budget=self.plan.token_budget)
-        self.state: dict[str, Tensor] | None = None  # of a sharded actor, while it is saved
+        self.state: State | None = None  # of a sharded actor, while it is saved
 
     def _build_options(self) -> None:
         """The options; ``states`` has those with a state that checkpoints keep."""

@@ -162,10 +162,10 @@ class SupervisedRun(Run):
         return sum(len(ids) for ids in item[:-1])
 
     def fingerprints(self) -> dict[str, str]:
-        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        tokenizer = self.tokenizer
         return {
             "model": weights_hash(self.trained),
-            "tokenizer": short_hash([vocabulary, self.tokenizer.chat_template]),
+            "tokenizer": short_hash([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]),
             "data_path": short_hash([self.data.dataset.fingerprint, len(self.data)]),
         }
 
