@@ -146,7 +146,7 @@ class SupervisedRun(Run):
                 f"--eval_size {kept}: leaves nothing to train on, there are only {len(data)} records in "
                 f"{args.data_path}; lower it"
             )
-        data.hold_out(kept)
+        data.edge = first  # a record that is too long is never replaced by one from the other side
         return Part(data, range(first)), Part(data, range(first, len(data))) if kept else None
 
     @property

@@ -140,15 +140,18 @@ def test_a_name_of_the_run_is_refused_where_the_records_of_another_file_have_it(
         reward_function.load_reward_function(f"{path}:f", held_out, of_run=["total_steps"])
 
 
-def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default():
-    columns = {"prompt": None, "tests": None}
-    for function in (lambda p, r, a, tests, level=1: 0, lambda a, b, c, **columns: 0):
-        reward_function.check_columns(function, columns, "a.jsonl")
+def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default(tmp_path):
+    path = tmp_path / "f.py"
+    data = SimpleNamespace(columns={"prompt": None, "tests": None}, path="a.jsonl")
+    for parameters in ("p, r, a, tests, level=1", "a, b, c, **columns"):
+        path.write_text(f"def f({parameters}):\n    return []\n")
+        assert reward_function.load_reward_function(f"{path}:f", data)
+    path.write_text("def f(a, b, c, test):\n    return []\n")
     wanted = (
         r"--reward_fn: its parameter 'test' is no key of .* a\.jsonl; keys found: \"prompt\", \"tests\": ren"
     )
     with pytest.raises(InputError, match=wanted):
-        reward_function.check_columns(lambda a, b, c, test: 0, columns, "a.jsonl")
+        reward_function.load_reward_function(f"{path}:f", data)
 
 
 WANTED = r"; it must be a number, or a list of pairs \(character offset, score\) with offsets from 0 to 1, or"
