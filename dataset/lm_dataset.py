@@ -43,7 +43,6 @@ from progress_bar import phase
 READ_WHOLE = 100_000  # files of up to this many records are read whole at the start: 10 to 20 seconds
 SAMPLE = 1_000  # records of a larger file that are read at the start, evenly spaced
 CHOSEN, REJECTED = 1.0, -1.0  # the scores of a pair's answers in offline PPO (HALOs, arXiv:2402.01306)
-TOO_LONG = sys.maxsize  # the length of an item that is too long whatever ``max_length``
 
 Judged = tuple[*tuple[Ids, ...], float]  # token ids of one or two conversations, and a number
 Item = TypeVar("Item")
@@ -315,10 +314,10 @@ class LoggedRecords(RecordDataset[Item]):
         )
 
     def length(self, item: Item) -> int:
-        """The tokens of the longest prompt, or TOO_LONG where an answer is too long."""
+        """The tokens of the longest prompt, or more than any limit where an answer is too long."""
         answers: Any = item if isinstance(item, tuple) else [item]
         too_long = any(len(answer.response_ids) > self.max_response for answer in answers)
-        return TOO_LONG if too_long else max(len(answer.prompt_ids) for answer in answers)
+        return sys.maxsize if too_long else max(len(answer.prompt_ids) for answer in answers)
 
 
 class LoggedAnswers(LoggedRecords[LoggedAnswer]):

@@ -84,10 +84,10 @@ class PpoRun(Run):
             place = torch.device("cpu")  # until they are sharded: a whole one need not fit on a GPU
         # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
         self.names_of_run = of_run = names_of_run(self.data, self.held_out)  # that functions may ask for
-        self.judge = load_judge(args, place, self.dtype, self.held_out, of_run)
+        self.judge = load_judge(args, place, self.dtype, of_run, self.held_out)
         self.reward = Reward()
         if not args.offline_data_path:
-            self.reward = load_reward(args, place, self.dtype, self.data, self.held_out, of_run=of_run)
+            self.reward = load_reward(args, place, self.dtype, of_run, self.data, self.held_out)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
         self.actor.requires_grad_(not args.lora_r)
         if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU

@@ -46,11 +46,8 @@ class Request:
     of_run: dict[str, int] = field(default_factory=dict)
 
 
-NOTHING = Request([], [], [], [])
-
-
 def load_reward_function(
-    spec: str, *datasets: RecordDataset | None, of_run: Collection[str] = ()
+    spec: str, of_run: Collection[str], *datasets: RecordDataset | None
 ) -> RewardFunction | None:
     """``path.py:function`` -> the function, None for "". Raises InputError if it does not exist, if importing
     it fails, if it cannot be called with prompts, responses and answers, or if it asks for what the records
