@@ -259,7 +259,7 @@ class Peer:
         self.args = args = train_ppo.parse_args(command_line(flags_of(request, out)))
         inputs = load_inputs(args, World(0, 1, torch.device("cpu")))
         self.tokenizer, prompts = inputs.tokenizer, inputs.prompts
-        self.reward = load_reward(args, torch.device("cpu"), torch.float32, prompts, inputs.held_out)
+        self.reward = load_reward(args, torch.device("cpu"), torch.float32, (), prompts, inputs.held_out)
         self.judged = frozen_copy(inputs.actor)  # gets the weights that are measured
         self.curve = Curve()
         self.judge = Judge(

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from model.model_minimind import MiniMindConfig, plain_config
 from trainer.default_rates import suited_rate
-from trainer.evaluation import BATCH
-from trainer.inputs import complete_sizes
+from trainer.inputs import EVAL_BATCH, complete_sizes
 from trainer.memory_plan import GB, USABLE, Case, Sizes, fitted_plan
 from trainer.train_ppo import flag_parser
 
@@ -110,7 +109,7 @@ def planned(args, config, card, dtype, device, minimind):
     actor.exact = dtype == torch.bfloat16 and not minimind  # saved in bf16; MiniMind's in fp16
     reward.exact = dtype == torch.float32
     start.exact = reward.exact if args.reward_model else actor.exact
-    responses = max(args.batch_size, BATCH if args.eval_data_path else 0)
+    responses = max(args.batch_size, EVAL_BATCH if args.eval_data_path else 0)
     models = {"actor": actor} | ({"critic": start} if args.advantage == "gae" else {})
     rewards, width = [reward] if args.reward_model else [], args.max_seq_len + args.max_gen_len
     room = USABLE[device.type] * (card or MAIN_MEMORY) * GB

@@ -40,6 +40,7 @@ TEMPLATE_KWARGS = "chat_template_kwargs"  # their name in tokenizer_config.json
 SWITCHES = ("enable_thinking", "open_thinking")  # of thinking: Qwen3's, MiniMind-3's
 # Number of a record -> the template's arguments for its prompt: a share of them thinks, drawn by the seed
 Thinking = Callable[[int], dict[str, bool]]
+Ids = list[int]  # of tokens
 MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
 
 
@@ -84,11 +85,11 @@ def unmark(text: str) -> str:
     return text.replace(MARK, "")
 
 
-def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, defaults: bool) -> list[int]:
+def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, defaults: bool) -> Ids:
     """The token ids of a text with marks: the marks become text, special tokens outside them stay special.
     defaults: also what the tokenizer puts around any text, for example a BOS."""
     pattern, special = spellings(tokenizer)
-    ids: list[int] = []
+    ids: Ids = []
     # Neighbours go together: some tokenizers put a space before each text that they are given.
     for is_text, pieces in groupby(filter(None, pattern.split(text)), lambda piece: MARK in piece):
         piece = "".join(pieces)
@@ -134,7 +135,7 @@ def render(
         )
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], opening: bool = True) -> list[list[int]]:
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], opening: bool = True) -> list[Ids]:
     """Texts, marked -> a list of token-id lists. With a chat template no special tokens are added: the
     template has written its own. Without one, the tokenizer adds its defaults (a BOS, for example), but not
     if ``opening`` is False, because then the text continues another one."""
@@ -199,7 +200,7 @@ def learned_pieces(
     return pieces
 
 
-def conversation_ids(tokenizer: PreTrainedTokenizerBase, conversations: list[Answered]) -> list[list[int]]:
+def conversation_ids(tokenizer: PreTrainedTokenizerBase, conversations: list[Answered]) -> list[Ids]:
     """Pairs (prompt, response text) -> the token ids that a reward model reads, in stage 2 and in PPO: a list
     for each pair, all from one call of the tokenizer."""
     return encode(tokenizer, [conversation_text(tokenizer, *pair) for pair in conversations])

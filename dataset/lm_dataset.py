@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dataset.answers import comparable
-from dataset.chat_template import Thinking, conversation_ids, encode, learned_pieces, prompt_text, unmark
+from dataset.chat_template import Ids, Thinking, conversation_ids, encode, learned_pieces, prompt_text, unmark
 from dataset.formats import (
     BY_FORM,
     Asked,
@@ -43,9 +43,7 @@ from progress_bar import phase
 READ_WHOLE = 100_000  # files of up to this many records are read whole at the start: 10 to 20 seconds
 SAMPLE = 1_000  # records of a larger file that are read at the start, evenly spaced
 CHOSEN, REJECTED = 1.0, -1.0  # the scores of a pair's answers in offline PPO (HALOs, arXiv:2402.01306)
-TOO_LONG = sys.maxsize  # the length of an item that is too long whatever ``max_length``
 
-Ids = list[int]
 Judged = tuple[*tuple[Ids, ...], float]  # token ids of one or two conversations, and a number
 Item = TypeVar("Item")
 
@@ -55,7 +53,8 @@ class RecordDataset(Dataset[Item], ABC):
     """The base of all datasets here: items by number, made from records. Raises InputError for a bad file, a
     bad record among those read, or if all of these are too long. ``read``, ``dropped``: how many items were
     read at the start, and how many of these were too long; ``longest``: upper limit of an item's tokens;
-    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read."""
+    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read;
+    ``edge``: the place from which on items are held out, if any are."""
 
     path: str | Path
     tokenizer: PreTrainedTokenizerBase
@@ -137,11 +136,6 @@ class RecordDataset(Dataset[Item], ABC):
             if self.length(item) <= self.max_length:
                 return item
         raise self.too_long()
-
-    def hold_out(self, count: int) -> None:
-        """Keep the last ``count`` items apart, for evaluation. A record that is too long is never replaced by
-        one from the other side of this edge."""
-        self.edge = len(self) - count
 
     def too_long(self) -> InputError:
         """-> the error where every record is too long."""
@@ -320,10 +314,10 @@ class LoggedRecords(RecordDataset[Item]):
         )
 
     def length(self, item: Item) -> int:
-        """The tokens of the longest prompt, or TOO_LONG where an answer is too long."""
+        """The tokens of the longest prompt, or more than any limit where an answer is too long."""
         answers: Any = item if isinstance(item, tuple) else [item]
         too_long = any(len(answer.response_ids) > self.max_response for answer in answers)
-        return TOO_LONG if too_long else max(len(answer.prompt_ids) for answer in answers)
+        return sys.maxsize if too_long else max(len(answer.prompt_ids) for answer in answers)
 
 
 class LoggedAnswers(LoggedRecords[LoggedAnswer]):

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from dataset.formats import Record
 from errors import InputError
 from model.loading import as_input_error, quiet
 
@@ -58,7 +59,7 @@ class LineRecords:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
+    def __getitem__(self, i: int) -> Record:
         start = self._starts[i]
         size = self._starts[i + 1] - start
         if hasattr(os, "pread"):  # forked processes share the file, and its position
@@ -92,7 +93,7 @@ class TableRecords:
     def __len__(self) -> int:
         return len(self._table)
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
+    def __getitem__(self, i: int) -> Record:
         # If only some records have a key, the others have None in that column.
         return {name: value for name, value in self._table[i].items() if value is not None}
 

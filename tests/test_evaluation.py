@@ -161,7 +161,7 @@ def respond(model, prompt, temperature, seed, sample=0):
 @pytest.mark.parametrize("answers", [1, 2])
 def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatch):
     """Actor, old actor and reference differ; the answers of some records are what the actor says."""
-    monkeypatch.setattr(evaluation, "BATCH", 5)
+    monkeypatch.setattr(evaluation, "EVAL_BATCH", 5)
     values = {**run_files(tmp_path), "update_old_actor_freq": 2, "temperature": 0.7, "max_gen_len": 5}
     values |= {"missing_eos_penalty": 0.0, "batch_size": 8, "mini_batch_size": 8, "dtype": "float32"}
     values |= {"num_generations": answers, "seed": 3}

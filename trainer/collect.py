@@ -20,7 +20,7 @@ from trainer.compute.memory import free_unused_memory
 from trainer.compute.rollout_data import Rollout
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
-from trainer.rewards.combine import RawScores, Reward, modules_of
+from trainer.rewards.combine import Parts, RawScores, Reward, modules_of
 from trainer.rewards.reward_function import Request
 
 
@@ -43,7 +43,7 @@ class Batch:
     rollout: Rollout
     texts: list[str]  # of the responses
     raw: RawScores = field(default_factory=RawScores)  # before they are normalised, clipped and weighed
-    scores: dict[str, Tensor] = field(default_factory=dict)  # of parts [B], and "score"
+    scores: Parts = field(default_factory=dict)  # of parts [B], and "score"
     seconds: Seconds = field(default_factory=Seconds)
     again: int = 0  # responses that --filter_groups sampled again
 

@@ -7,8 +7,6 @@ a reward, and neither is the judge (rewards/combine.py): if the score rises whil
 exploits the reward. docs/report.md has the files of responses.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from dataset.answers import comparable
@@ -17,22 +15,20 @@ from progress_bar import phase
 from trainer.collect import Batch, raw_scores, respond, sampling_from
 from trainer.compute.scoring import score_policy
 from trainer.generation.sampling import noise_keys
+from trainer.inputs import EVAL_BATCH
 from trainer.options.offline import logged_rollout
 from trainer.rewards.rules import is_correct
+from trainer.run import PpoRun
 from trainer.runs.displays import Row, StepLog
 from trainer.runs.metrics import Metrics
 from trainer.step_metrics import answer_rows
 
-if TYPE_CHECKING:  # run.py needs BATCH, by way of inputs.py
-    from trainer.run import PpoRun
-
-BATCH = 256  # responses sampled at a time
 PAIRS = 128  # held-out pairs that are scored together
 EVAL_STEP = -1  # evaluation's step in the sampling noise: no training step has this number
 SHOWN = 8  # held-out prompts whose answers are kept
 
 
-def evaluate_actor(run: "PpoRun") -> StepLog:
+def evaluate_actor(run: PpoRun) -> StepLog:
     """What ``evaluate`` finds of the actor on the held-out prompts; nothing without ``--eval_data_path``.
     With ``--ema_beta`` the same of the averaged actor (ema.py), as "ema/<name>", once there is an average."""
     if run.held_out is None:
@@ -47,7 +43,7 @@ def evaluate_actor(run: "PpoRun") -> StepLog:
     return found, shown
 
 
-def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> StepLog:
+def evaluate(run: PpoRun, held_out: RLAIFDataset) -> StepLog:
     """Evaluate on all prompts, shared between the processes -> ({"eval/<name>": mean}, rows to keep: the
     answers to the first prompts).
 
@@ -57,7 +53,7 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> StepLog:
     args = run.args
     metrics = Metrics()
     mine: dict[int, Row] = {}
-    batches = run.world.batches_of(len(held_out), max(1, BATCH // args.num_generations))
+    batches = run.world.batches_of(len(held_out), max(1, EVAL_BATCH // args.num_generations))
     total = (args.num_generations + 1) * sum(map(len, batches))
     with sampling_from(run, run.actor), phase("evaluation", total, "responses") as bar:
         for places in batches:
@@ -98,7 +94,7 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> StepLog:
     return metrics.means(run.world), {"eval_samples.jsonl": [shown[place] for place in sorted(shown)]}
 
 
-def answer(run: "PpoRun", prompts: list[Prompt], temperature: float, count: int) -> Batch:
+def answer(run: PpoRun, prompts: list[Prompt], temperature: float, count: int) -> Batch:
     """Answers to prompts, each of which stands there ``count`` times, with the scores of reward and judge.
 
     Raises InputError in all processes or in none."""
@@ -113,7 +109,7 @@ def answer(run: "PpoRun", prompts: list[Prompt], temperature: float, count: int)
 
 
 @torch.no_grad()
-def evaluate_pairs(run: "PpoRun", pairs: LoggedPairs) -> dict[str, float]:
+def evaluate_pairs(run: PpoRun, pairs: LoggedPairs) -> dict[str, float]:
     """-> {"eval/chosen_preferred": the share of the held-out pairs of offline PPO in which actor / reference
     is larger for the chosen answer than for the rejected one; equal counts a half}."""
     metrics = Metrics()

@@ -260,7 +260,10 @@ def add_output_flags(p: FlagParser, interval: int) -> None:
     add("--save_interval", interval, "steps per checkpoint", at_least=1, may_change=True, at_most=inf)
     add("--keep_checkpoints", 2, "how many of the newest are kept", at_least=1, may_change=True, at_most=inf)
     add("--eval_interval", interval, "steps; 0: only at the ends", may_change=True, at_most=inf)
-    trackers.add_flags(add)
+    choices = ["none", *trackers.TRACKERS]
+    add("--tracker", [], "also log there; several work", nargs="*", choices=choices, may_change=True)
+    add("--use_wandb", bool, "MiniMind's name for --tracker swanlab", may_change=True)
+    add("--wandb_project", "small-lm-ppo", "project in SwanLab and wandb", may_change=True)
 
 
 def add_model_flags(

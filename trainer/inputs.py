@@ -35,7 +35,6 @@ from model.loading import (
 )
 from trainer.compute.scoring import PolicyScorer
 from trainer.default_rates import suited_rate
-from trainer.evaluation import BATCH
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
@@ -48,6 +47,7 @@ ANSWER = "<answer>"  # the tag of --reasoning
 LOOKED_AT = 256  # how many answers of the data are searched for it
 SAMPLED = 16  # the same of the policy
 SHARE = 0.25  # of them that must have it
+EVAL_BATCH = 256  # responses of an evaluation that are sampled at a time
 FIRST_ANSWERS = -2  # the step of the policy's answers in the sampling noise
 
 DEMO = {
@@ -255,7 +255,7 @@ def sampling_sizes(args: Flags, prompts: Prompts, held_out: RLAIFDataset | None)
     """(most prompts that a process samples at once, longest prompt plus response, longest response) of a run:
     what the sampler must have room for."""
     batch = 0 if args.offline_data_path else args.batch_size
-    rows = max(batch, min(max(BATCH, args.num_generations), len(held_out or ()) * args.num_generations))
+    rows = max(batch, min(max(EVAL_BATCH, args.num_generations), len(held_out or ()) * args.num_generations))
     return rows, longest_prompt(prompts, held_out) + args.max_gen_len, args.max_gen_len
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dataset.lm_dataset import LoggedPairs, RLAIFDataset
 from errors import InputError
 from model.critic import CriticModel
 from model.loading import is_moe
 from model.lora import trained
-from model.saving import save_policy, state_dict_in
+from model.saving import State, save_policy, state_dict_in
 from model.weights import sharded_and_whole
 from trainer.about_run import describe_run, fingerprints, start_facts
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
@@ -84,10 +84,10 @@ class PpoRun(Run):
             place = torch.device("cpu")  # until they are sharded: a whole one need not fit on a GPU
         # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
         self.names_of_run = of_run = names_of_run(self.data, self.held_out)  # that functions may ask for
-        self.judge = load_judge(args, place, self.dtype, self.held_out, of_run)
+        self.judge = load_judge(args, place, self.dtype, of_run, self.held_out)
         self.reward = Reward()
         if not args.offline_data_path:
-            self.reward = load_reward(args, place, self.dtype, self.data, self.held_out, of_run=of_run)
+            self.reward = load_reward(args, place, self.dtype, of_run, self.data, self.held_out)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
         self.actor.requires_grad_(not args.lora_r)
         if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
@@ -172,7 +172,7 @@ class PpoRun(Run):
         self.learners["actor"].first_batch = args.critic_warmup_steps  # before it only the critic trains
         self.loss_scale = LossScale(self.dtype)  # of fp16
         self.progress = Progress(token_budget=self.plan.token_budget)
-        self.state: dict[str, Tensor] | None = None  # of a sharded actor, while it is saved
+        self.state: State | None = None  # of a sharded actor, while it is saved
 
     def _build_options(self) -> None:
         """The options; ``states`` has those with a state that checkpoints keep."""

@@ -5,7 +5,6 @@ trained with these numbers.
 """
 
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,15 +14,13 @@ from trainer.collect import Batch
 from trainer.compute.rollout_data import Rollout
 from trainer.options.filter_groups import rows_of_equal_groups
 from trainer.rewards.rules import repetition
+from trainer.run import PpoRun
 from trainer.runs.displays import Row, Rows
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics, Number
 
-if TYPE_CHECKING:  # run.py needs evaluation.py, by way of inputs.py
-    from trainer.run import PpoRun
 
-
-def note_rollout(run: "PpoRun", new: Rollout, metrics: Metrics) -> None:
+def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
     """Add what the ``newest_rows`` of a filled rollout show to ``metrics``: KL to the reference, how far the
     sampler's log-probs are from the scorer's, and, with a critic, the values beside the outcomes."""
     mask = new.mask
@@ -50,7 +47,7 @@ def note_rollout(run: "PpoRun", new: Rollout, metrics: Metrics) -> None:
         metrics.add("kl/coef", run.kl.coef)
 
 
-def step_metrics(run: "PpoRun", batch: Batch, metrics: Metrics) -> dict[str, float]:
+def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics) -> dict[str, float]:
     """All that a step logs -> {name: mean over all processes}.
 
     metrics: what scoring and updating have measured.
@@ -100,7 +97,7 @@ def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> d
 # ------------------------------------------------------------------------------------------ what is kept
 
 
-def rows_of_step(run: "PpoRun", batch: Batch) -> Rows:
+def rows_of_step(run: PpoRun, batch: Batch) -> Rows:
     """What is kept of a step's responses, of all processes, which must all call it: the first one and those
     that stand out."""
     rows = [row for theirs in run.world.gather(answer_rows(batch)) for row in theirs]

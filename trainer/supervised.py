@@ -146,7 +146,7 @@ class SupervisedRun(Run):
                 f"--eval_size {kept}: leaves nothing to train on, there are only {len(data)} records in "
                 f"{args.data_path}; lower it"
             )
-        data.hold_out(kept)
+        data.edge = first  # a record that is too long is never replaced by one from the other side
         return Part(data, range(first)), Part(data, range(first, len(data))) if kept else None
 
     @property
@@ -162,10 +162,10 @@ class SupervisedRun(Run):
         return sum(len(ids) for ids in item[:-1])
 
     def fingerprints(self) -> dict[str, str]:
-        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        tokenizer = self.tokenizer
         return {
             "model": weights_hash(self.trained),
-            "tokenizer": short_hash([vocabulary, self.tokenizer.chat_template]),
+            "tokenizer": short_hash([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]),
             "data_path": short_hash([self.data.dataset.fingerprint, len(self.data)]),
         }
 

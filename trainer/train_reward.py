@@ -72,14 +72,13 @@ from trainer.runs.metrics import Loss, Metrics
 from trainer.supervised import Items, Means, SupervisedRun, collect, evaluate, learn
 
 
-def parse_args(argv: list[str] | None = None) -> Flags:
+def parse_args(argv: list[str] | None) -> Flags:
     args = complete_output_flags(flag_parser().parse_args(argv))
     if not args.model and (args.hidden_size or args.use_moe):
         args.model = str(minimind_pth(args, "full_sft"))
     if not (args.model or args.data_path):
-        demo = f"{ROOT}/dataset/demo/preferences"
-        args.data_path = f"{demo}.jsonl"
-        args.eval_data_path = args.eval_data_path or f"{demo}_eval.jsonl"
+        args.data_path = f"{ROOT}/dataset/demo/preferences.jsonl"
+        args.eval_data_path = args.eval_data_path or f"{ROOT}/dataset/demo/preferences_eval.jsonl"
     args.model = args.model or DEMO["model"]
     if not args.data_path:
         raise InputError("--data_path: name the file with the pairs, or with the answers and scores")

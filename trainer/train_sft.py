@@ -70,7 +70,7 @@ from trainer.runs.metrics import Loss, Metrics
 from trainer.supervised import Items, Means, SupervisedRun, collect, evaluate, learn
 
 
-def parse_args(argv: list[str] | None = None) -> Flags:
+def parse_args(argv: list[str] | None) -> Flags:
     args = complete_output_flags(flag_parser().parse_args(argv))
     if not args.model:
         args.tokenizer = args.tokenizer or f"{ROOT}/dataset/demo/tokenizer"

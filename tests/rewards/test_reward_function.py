@@ -109,16 +109,16 @@ def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside
     says = r"called with prompts, responses, answers, .* in this order"
     for signature in SIGNATURES:
         path.write_text(f"def f{signature}:\n    return []\n")
-        line = refused(says, reward_function.load_reward_function, spec)
+        line = refused(says, reward_function.load_reward_function, spec, ())
         assert line.endswith(f"they are {signature.replace('*', '')}")
     path.write_text("x = 1\n")
     for wrong in (f"{path}:other", f"{path}:x", f"{path}", f"{tmp_path}/none.py:score"):
-        refused("--reward_fn", reward_function.load_reward_function, wrong)
+        refused("--reward_fn", reward_function.load_reward_function, wrong, ())
     path.write_text("import nowhere_to_be_found\n")
-    refused("nowhere_to_be_found", reward_function.load_reward_function, spec)
+    refused("nowhere_to_be_found", reward_function.load_reward_function, spec, ())
     path.write_text("def f(p, r, a):\n    return r[9]\n")
     with pytest.raises(InputError, match=r"IndexError: .* at .*f\.py:2; correct the function"):
-        called(reward_function.load_reward_function(spec))
+        called(reward_function.load_reward_function(spec, ()))
 
 
 def test_a_name_of_the_run_is_refused_where_the_records_of_another_file_have_it(tmp_path):
@@ -126,18 +126,22 @@ def test_a_name_of_the_run_is_refused_where_the_records_of_another_file_have_it(
     path = tmp_path / "f.py"
     path.write_text("def f(p, r, a, step):\n    return []\n")
     held_out = SimpleNamespace(columns={"prompt": None}, path="held.jsonl")
-    assert reward_function.load_reward_function(f"{path}:f", held_out, of_run=["step", "total_steps"])
+    assert reward_function.load_reward_function(f"{path}:f", ["step", "total_steps"], held_out)
     with pytest.raises(InputError, match=r"'step' is no key of the records of held\.jsonl"):
-        reward_function.load_reward_function(f"{path}:f", held_out, of_run=["total_steps"])
+        reward_function.load_reward_function(f"{path}:f", ["total_steps"], held_out)
 
 
-def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default():
-    columns = {"prompt": None, "tests": None}
-    for function in (lambda p, r, a, tests, level=1: 0, lambda a, b, c, **columns: 0):
-        reward_function.check_columns(function, columns, "a.jsonl")
-    wanted = r"--reward_fn: its parameter 'test' is no key of .* a\.jsonl; "
-    wanted += r"keys found: \"prompt\", \"tests\": ren"
-    refused(wanted, reward_function.check_columns, lambda a, b, c, test: 0, columns, "a.jsonl")
+def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default(tmp_path):
+    path = tmp_path / "f.py"
+    data = SimpleNamespace(columns={"prompt": None, "tests": None}, path="a.jsonl")
+    for parameters in ("p, r, a, tests, level=1", "a, b, c, **columns"):
+        path.write_text(f"def f({parameters}):\n    return []\n")
+        assert reward_function.load_reward_function(f"{path}:f", (), data)
+    path.write_text("def f(a, b, c, test):\n    return []\n")
+    wanted = (
+        r"--reward_fn: its parameter 'test' is no key of .* a\.jsonl; keys found: \"prompt\", \"tests\": ren"
+    )
+    refused(wanted, reward_function.load_reward_function, f"{path}:f", (), data)
 
 
 WANTED = r"; it must be a number, or a list of pairs \(character offset, score\) with offsets from 0 to 1, or"

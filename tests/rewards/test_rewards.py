@@ -178,7 +178,7 @@ def test_every_flag_reaches_the_reward(tmp_path):
     both = [f"{one}=-2", other], {"model_one": -2, "model_other": 1}
     for specs, weights in (([one], {"model": 1}), both):
         args = train_ppo.parse_args([*argv, "--reward_model", *specs])
-        reward = load_reward(args, CPU, torch.float32)
+        reward = load_reward(args, CPU, torch.float32, of_run=())
         assert {name: weight for name, (_, weight) in reward.models.items()} == weights
         for model, _ in reward.models.values():
             assert model.model.get_input_embeddings().weight.dtype == torch.bfloat16

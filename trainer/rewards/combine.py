@@ -42,7 +42,6 @@ from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from trainer.rewards import rules
 from trainer.rewards.reward_function import (
-    NOTHING,
     Request,
     RewardFunction,
     Steps,
@@ -139,7 +138,7 @@ class Reward:
     @property
     def names(self) -> list[str]:
         """The names of all scores that ``combine`` returns."""
-        return list(self(NOTHING))
+        return list(self(Request([], [], [], [])))
 
     def __call__(self, request: Request) -> Parts:
         return self.combine(self.raw_scores(request))
@@ -301,14 +300,14 @@ def load_reward(
     args: Namespace,
     device: torch.device,
     dtype: torch.dtype,
+    of_run: Collection[str],
     *datasets: RecordDataset | None,
-    of_run: Collection[str] = (),
 ) -> Reward:
     """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for; of_run: what
     else (``names_of_run``)."""
     return Reward(
         # Before the models, which take long.
-        function=load_reward_function(args.reward_fn, *datasets, of_run=of_run),
+        function=load_reward_function(args.reward_fn, of_run, *datasets),
         models=load_reward_models(args.reward_model, args, device, dtype),
         server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,
         reasoning=args.reasoning,
@@ -329,13 +328,13 @@ def load_judge(
     args: Namespace,
     device: torch.device,
     dtype: torch.dtype,
-    held_out: RecordDataset | None,
     of_run: Collection[str],
+    held_out: RecordDataset | None,
 ) -> Judge:
     """Flags -> the ``Judge`` of the run. held_out: the records that its function may ask for; of_run: as of
     ``load_reward``. Raises InputError as that does, with the names of these flags."""
     return Judge(
-        function=load_reward_function(args.eval_reward_fn, held_out, of_run=of_run),
+        function=load_reward_function(args.eval_reward_fn, of_run, held_out),
         models=load_reward_models(args.eval_reward_model, args, device, dtype),
         timeout=args.reward_timeout,
         whole=bool(args.reasoning),

@@ -46,11 +46,8 @@ class Request:
     of_run: dict[str, int] = field(default_factory=dict)
 
 
-NOTHING = Request([], [], [], [])
-
-
 def load_reward_function(
-    spec: str, *datasets: RecordDataset | None, of_run: Collection[str] = ()
+    spec: str, of_run: Collection[str], *datasets: RecordDataset | None
 ) -> RewardFunction | None:
     """``path.py:function`` -> the function, None for "". Raises InputError if it does not exist, if importing
     it fails, if it cannot be called with prompts, responses and answers, or if it asks for what the records
@@ -73,9 +70,14 @@ def load_reward_function(
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"--reward_fn {path}: has no function {name!r}")
-    wanted(function)
+    asked = wanted(function)
     for data in filter(None, datasets):
-        check_columns(function, data.columns, str(data.path), of_run)
+        for parameter, p in asked.items():
+            if must_have(p) and parameter not in data.columns and parameter not in of_run:
+                raise InputError(
+                    f"--reward_fn: its parameter {parameter!r} is no key of the records of {data.path}; "
+                    f"{keys_found(data.columns)}: rename it, or give it a default"
+                )
     return function
 
 
@@ -109,19 +111,6 @@ def wanted(function: RewardFunction) -> dict[str, Parameter]:
 def must_have(p: Parameter) -> bool:
     """Whether a parameter has no default, and is not **columns, which takes every field."""
     return p.default is p.empty and p.kind != p.VAR_KEYWORD
-
-
-def check_columns(
-    function: RewardFunction, columns: Collection[str], path: str, of_run: Collection[str] = ()
-) -> None:
-    """Raise InputError if the function asks for a field that no record of the data file has. columns: the
-    keys of the file's records; path: the file; of_run: what it may ask for besides."""
-    for name, p in wanted(function).items():
-        if must_have(p) and name not in columns and name not in of_run:
-            raise InputError(
-                f"--reward_fn: its parameter {name!r} is no key of the records of {path}; "
-                f"{keys_found(dict.fromkeys(columns))}: rename it, or give it a default"
-            )
 
 
 def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
@@ -191,8 +180,13 @@ def as_scores(returned: object, responses: list[str]) -> Returned:
     steps: list[Steps] = []
     for number, (score, response) in enumerate(zip(given, responses, strict=True), 1):
         by_step = isinstance(score, list | tuple)
+        found: Steps = []
         try:
-            found = [as_step(pair, len(response)) for pair in (score if by_step else [(None, score)])]
+            for offset, points in score if by_step else [(None, score)]:
+                place = len(response) if offset is None else operator.index(offset)
+                if not 0 <= place <= len(response):
+                    raise ValueError
+                found.append((place, float(points)))
         except (TypeError, ValueError, OverflowError):
             raise InputError(
                 f"--reward_fn: score {number} is {_shown(score)}; it must be a number, or a list of pairs "
@@ -201,16 +195,6 @@ def as_scores(returned: object, responses: list[str]) -> Returned:
         scores.append(sum(points for _, points in found))
         steps.append(found if by_step else [])
     return scores, steps
-
-
-def as_step(pair: tuple, length: int) -> tuple[int, float]:
-    """A pair that was returned for a response of ``length`` characters, with its numbers as Python's. Raises
-    TypeError, ValueError or OverflowError for what is no such pair."""
-    offset, score = pair
-    offset = length if offset is None else operator.index(offset)
-    if not 0 <= offset <= length:
-        raise ValueError
-    return offset, float(score)
 
 
 def _shown(value: object) -> str:

@@ -39,29 +39,27 @@ class RewardServer:
     timeout: float
 
     def __call__(self, request: Request) -> list[float]:
-        scores: list[float] = []
+        found: list[float] = []
         for start in range(0, len(request.responses), BATCH):
-            part = slice(start, start + BATCH)
-            scores += self._ask(request.prompts[part], request.responses[part])
-        return scores
-
-    def _ask(self, prompts, responses):
-        texts = [prompt.text for prompt in prompts]
-        asked = {
-            "query": [text + response for text, response in zip(texts, responses, strict=True)],
-            "prompts": texts,
-            "labels": [prompt.answer for prompt in prompts],
-            "responses": responses,
-            "messages": [prompt.prompt for prompt in prompts],
-        }
-        reply = self._post_until_it_works(json.dumps(asked).encode())
-        scores: Any = reply.get("rewards") if isinstance(reply, dict) else None
-        if not isinstance(scores, list) or [type(score) for score in scores] != [float] * len(responses):
-            raise InputError(
-                f"--reward_url {self.url}: the answer {json.dumps(reply)[:100]} is not "
-                f'{{"rewards": [a number for each of {len(responses)} responses]}}'
-            )
-        return scores
+            prompts = request.prompts[start : start + BATCH]
+            responses = request.responses[start : start + BATCH]
+            texts = [prompt.text for prompt in prompts]
+            asked = {
+                "query": [text + response for text, response in zip(texts, responses, strict=True)],
+                "prompts": texts,
+                "labels": [prompt.answer for prompt in prompts],
+                "responses": responses,
+                "messages": [prompt.prompt for prompt in prompts],
+            }
+            reply = self._post_until_it_works(json.dumps(asked).encode())
+            scores: Any = reply.get("rewards") if isinstance(reply, dict) else None
+            if not isinstance(scores, list) or [type(score) for score in scores] != [float] * len(responses):
+                raise InputError(
+                    f"--reward_url {self.url}: the answer {json.dumps(reply)[:100]} is not "
+                    f'{{"rewards": [a number for each of {len(responses)} responses]}}'
+                )
+            found += scores
+        return found
 
     def _post_until_it_works(self, data):
         request = urllib.request.Request(self.url, data, {"Content-Type": "application/json"})

@@ -27,11 +27,6 @@ TEMPLATES = Environment(
 )
 
 
-def filled(template: str, **content: object) -> str:
-    """A template of this folder, with what it shows."""
-    return TEMPLATES.get_template(template).render(content)
-
-
 def write_report(run: Run, folder: Path, health: Health, state: str) -> str:
     """Write summary.md, report.html and curves.png -> the text of the first.
 
@@ -49,10 +44,9 @@ def write_report(run: Run, folder: Path, health: Health, state: str) -> str:
         "findings": findings,
         "table": table(run.display, past),
     }
-    text = filled("summary.md.jinja2", **shown)
-    page = filled(
-        "report.html.jinja2",
-        **shown,
+    text = TEMPLATES.get_template("summary.md.jinja2").render(shown)
+    page = TEMPLATES.get_template("report.html.jinja2").render(
+        shown,
         folder=folder,
         written=time.strftime("%Y-%m-%d %H:%M %Z"),
         past=past,
@@ -84,8 +78,7 @@ def in_words(run: Run, past: Past, state: str) -> list[str]:
         where = f"in training (first and last tenth of {len(steps)} steps)"
         change = past.ends(f"{display.group}/{short}")
         least = CLEAR * spread_of_steps(steps) * math.sqrt(2 / max(1, len(steps) // 10))
-    text = filled(
-        "verdict.jinja2",
+    text = TEMPLATES.get_template("verdict.jinja2").render(
         run=run,
         state=state,
         past=past,

@@ -31,6 +31,7 @@ from trainer.runs.base import Run, quoted
 
 LENGTH = ("epochs", "max_steps")  # the flags that say how long a run is
 REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other places, but not come or go
+Config = dict[str, Any]  # what config.json has
 CHOSEN = ("missing_eos_penalty",)  # flags that a run chooses when it begins, where they are not given
 
 
@@ -48,7 +49,7 @@ class RunFolder:
         """kind: begins the names of runs without one: <kind>_<n>, n one above the highest number so far.
         Raises InputError, having changed nothing, if the folder holds a run that is not to be resumed, if it
         is in use, or if all its checkpoints are damaged."""
-        self.config: dict[str, Any] = {}
+        self.config: Config = {}
         named = bool(run_name or resume)
         with writing(f"--out_dir {out_dir}"):
             while True:
@@ -158,7 +159,7 @@ def write_config(run: Run, folder: RunFolder, argv: list[str]) -> None:
     folder.write_config()
 
 
-def check_same_run(old: dict[str, Any], new: dict[str, Any], flags: Mapping[str, Any]) -> list[str]:
+def check_same_run(old: Config, new: Config, flags: Mapping[str, Any]) -> list[str]:
     """Compare two configurations -> notes on the differences that are allowed. Raises InputError, naming both
     values, for a difference that changes the result.
 

@@ -113,14 +113,6 @@ class Trackers:
                 run.finish()
 
 
-def add_flags(add: Callable[..., None]) -> None:
-    """Declare the flags of trackers, as in trainer/flags.py."""
-    known = ["none", *TRACKERS]
-    add("--tracker", [], "also log there; several work", nargs="*", choices=known, may_change=True)
-    add("--use_wandb", bool, "MiniMind's name for --tracker swanlab", may_change=True)
-    add("--wandb_project", "small-lm-ppo", "project in SwanLab and wandb", may_change=True)
-
-
 def wanted(args: Namespace) -> list[str]:
     """The names of the trackers that the flags ask for. InputError if a package is missing."""
     names = set(args.tracker) - {"none"}
