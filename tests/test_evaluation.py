@@ -38,8 +38,7 @@ def evaluate_with(monkeypatch):
         monkeypatch.setattr(evaluation, "answer", answer)
         args = SimpleNamespace(temperature=0.7, reasoning=reasoning, num_generations=answers)
         monkeypatch.setattr(evaluation, "sampling_from", lambda run, model: nullcontext())
-        run = SimpleNamespace(args=args, world=world, actor=None)
-        return evaluate(run, prompts)
+        return evaluate(SimpleNamespace(args=args, world=world, actor=None), prompts)
 
     return evaluate_with
 
@@ -91,8 +90,7 @@ def test_the_first_held_out_prompts_are_kept_by_number_over_processes(evaluate_w
             return [item, {1: {"place": 1}, 3: {"place": 3}}] if isinstance(item, dict) else [item, item]
 
     two = TwoProcesses(0, 2, torch.device("cpu"))
-    answer = answering(["a"] * 4, ["b"] * 4)
-    _, rows = evaluate_with(answer, Prompts([None] * 4), False, world=two)
+    _, rows = evaluate_with(answering(["a"] * 4, ["b"] * 4), Prompts([None] * 4), False, world=two)
     assert [row["place"] for row in rows["eval_samples.jsonl"]] == [0, 1, 2, 3]
     assert [row["response"] for row in rows["eval_samples.jsonl"][::2]] == ["a", "a"]
 

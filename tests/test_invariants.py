@@ -103,8 +103,7 @@ def test_nothing_is_scored_that_is_not_needed(files, monkeypatch):
         batches = iter([[prompts[i] for i in range(16)] for _ in range(2)])
         metrics = []
         for step in (CHECK_SAMPLER, 1):
-            batch = train_ppo.collect(run, step, batches)
-            metrics.append(train_ppo.learn(run, step, batch)[0])
+            metrics.append(train_ppo.learn(run, step, train_ppo.collect(run, step, batches))[0])
         return weights(run), calls, metrics
 
     sparing, calls, metrics = learned()
