@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from dataset.chat_template import conversation_ids, prompt_text, set_system_prompt, set_template
-from dataset.data_order import epoch_order, global_batch, local_positions, minibatch_rows, record_batches
+from dataset.data_order import epoch_order, global_batch, local_positions, minibatch_rows
 from dataset.formats import Keys
 from dataset.lm_dataset import LoggedAnswers, LoggedPairs, PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
@@ -103,6 +103,8 @@ def test_order_is_a_pure_function_and_global_batches_are_one_endless_stream():
     batches = [global_batch(7, 5, step, 4) for step in range(7)]
     assert [i for batch in batches for i in batch] == stream
     assert global_batch(3, 0, 0, 7) == [i for e in range(3) for i in epoch_order(3, 0, e)][:7]
+    assert local_positions(4, 1, 2) == [1, 3, 5, 7]
+    assert local_positions(3, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
 
 
 SHARES = [  # a batch, a minibatch over all processes, answers to a prompt, how many of these together
@@ -140,23 +142,6 @@ def test_answers_to_a_prompt_are_spread_over_minibatches(world, batch, mini, ans
         assert found == sorted(one[row] for row in rows_alone)
         asked = Counter(position // answers for position in found)
         assert set(asked.values()) == {together}
-
-
-@pytest.mark.parametrize("answers", [1, 2])
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_process_reads_its_prompts_once_for_all_their_answers_also_when_resumed(world, answers):
-    for rank in range(world):
-        positions = local_positions(16 // world, rank, world, answers)
-        whole, later = (
-            list(record_batches(10, 0, range(first, 6), 16 // answers, positions, answers))
-            for first in (0, 4)
-        )
-        assert later == whole[4:] and len(whole) == 6
-        for step, numbers in enumerate(whole):
-            batch = global_batch(10, 0, step, 16 // answers)
-            assert numbers == [batch[p // answers] for p in positions[::answers]]
-    assert local_positions(4, 1, 2) == [1, 3, 5, 7]
-    assert local_positions(3, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
 
 
 def learned(tokenizer, sample):
