@@ -81,20 +81,6 @@ def test_accuracy_is_of_the_answers_that_a_response_can_equal(evaluate_with):
     assert not any("accuracy" in name or "format_rate" in name for name in found)
 
 
-def test_the_first_held_out_prompts_are_kept_by_number_over_processes(evaluate_with):
-    class TwoProcesses(World):
-        def sum(self, tensor):
-            return 2 * tensor
-
-        def gather(self, item):
-            return [item, {1: {"place": 1}, 3: {"place": 3}}] if isinstance(item, dict) else [item, item]
-
-    two = TwoProcesses(0, 2, torch.device("cpu"))
-    _, rows = evaluate_with(answering(["a"] * 4, ["b"] * 4), Prompts([None] * 4), False, world=two)
-    assert [row["place"] for row in rows["eval_samples.jsonl"]] == [0, 1, 2, 3]
-    assert [row["response"] for row in rows["eval_samples.jsonl"][::2]] == ["a", "a"]
-
-
 @pytest.mark.parametrize(
     ("response", "answer", "reasoning", "right"),
     [
