@@ -21,8 +21,7 @@ def sizes(responses):
 
 
 def built(files, **values):
-    args = train_ppo.parse_args(flags(**{**files, **values}))
-    return PpoRun(args, ALONE)
+    return PpoRun(train_ppo.parse_args(flags(**{**files, **values})), ALONE)
 
 
 def run_in_two_processes(argv):

@@ -252,8 +252,7 @@ def test_runs_at_the_defaults_of_an_estimator_differ_in_its_flags_only(benchmark
     assert common["max_steps"] == 12
     for who, these in flags.items():
         own = {name: value for name, value in these.items() if common.get(name) != value}
-        expected = dict(zip(run.RATES, rates[who], strict=False)) | tasks.AT_DEFAULTS[who]
-        assert own == expected
+        assert own == dict(zip(run.RATES, rates[who], strict=False)) | tasks.AT_DEFAULTS[who]
         assert common.items() <= these.items()
 
 
@@ -264,8 +263,7 @@ def test_a_small_run_of_this_trainer_and_its_place_in_the_file(benchmark, monkey
     monkeypatch.setattr(run.train_ppo, "update", run.train_ppo.update)
     facts = {"task": "a", "who": "ours", "variant": "", "rates": [1e-3, 3e-3], "seed": 0, "samples": 1024}
     more = {"files": learning.prepare("a", tmp_path), "folder": str(tmp_path), "patch": "deal anew"}
-    request = facts | more | {"flags": {"kl_in": "reward"}}
-    points = run.run_ours(request, tmp_path / "out")
+    points = run.run_ours(facts | more | {"flags": {"kl_in": "reward"}}, tmp_path / "out")
     assert [p["samples"] for p in points] == [0, 256, 512, 768, 1024]
     assert points[0]["closed"] == 0
     assert points[-1]["closed"] > 0.2
@@ -291,8 +289,7 @@ def test_the_page_has_the_table_of_the_other_trainers(benchmark):
 
 def test_the_page_has_the_table_of_the_script_and_a_wrong_flag_is_one_line(benchmark):
     plan = benchmark("plan")
-    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-    assert plan.table(plan.fewest()) in page
+    assert plan.table(plan.fewest()) in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     with pytest.raises(SystemExit, match="error: no flag: --table or --check"):
         plan.main([])
 

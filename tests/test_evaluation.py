@@ -30,71 +30,45 @@ class Prompts(list):
         return SimpleNamespace(index=place, prompt="?", answer=list.__getitem__(self, place))
 
 
-@pytest.fixture
-def evaluate_with(monkeypatch):
-    """``evaluate`` with the responses of ``answering``, without a model."""
+def evaluated(monkeypatch, prompts, sampled, greedy, reasoning=False):
+    """What ``evaluate`` finds where these are the responses to the prompts, without a model."""
 
-    def evaluate_with(answer, prompts, reasoning, answers=1, world=ALONE):
-        monkeypatch.setattr(evaluation, "answer", answer)
-        args = SimpleNamespace(temperature=0.7, reasoning=reasoning, num_generations=answers)
-        monkeypatch.setattr(evaluation, "sampling_from", lambda run, model: nullcontext())
-        run = SimpleNamespace(args=args, world=world, actor=None)
-        return evaluate(run, prompts)
-
-    return evaluate_with
-
-
-def answering(sampled, greedy):
-    """An ``answer`` that looks up its responses: by temperature, then by the prompt's place."""
-
-    def answer(run, prompts, temperature, answers):
-        table = {0.7: sampled, 0.0: greedy}[temperature]
-        said = [table[prompt.index] for prompt in prompts[::answers]]
-        texts = [text for texts in said for text in ([texts] if isinstance(texts, str) else texts)]
-        assert len(texts) == len(prompts)
+    def answer(run, asked, temperature, answers):
+        said = {0.7: sampled, 0.0: greedy}[temperature]
+        texts = [said[prompt.index] for prompt in asked]
         lengths = torch.tensor([len(text) for text in texts])
-        rollout = SimpleNamespace(response_len=lengths, finished=lengths % 2 == 0)
         parts = {"score": lengths / 10}
-        if run.args.reasoning:
+        if reasoning:
             parts["format"] = 0.5 * torch.tensor([float("<think>" in text) for text in texts])
-        return Batch(prompts, rollout, texts, scores=parts)
+        rollout = SimpleNamespace(response_len=lengths, finished=lengths % 2 == 0)
+        return Batch(asked, rollout, texts, scores=parts)
 
-    return answer
+    monkeypatch.setattr(evaluation, "answer", answer)
+    monkeypatch.setattr(evaluation, "sampling_from", lambda run, model: nullcontext())
+    args = SimpleNamespace(temperature=0.7, reasoning=reasoning, num_generations=1)
+    return evaluate(SimpleNamespace(args=args, world=ALONE, actor=None), prompts)[0]
 
 
-def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate(evaluate_with):
-    answers = Prompts(["7", "8", "9"])
-    answer = answering([RIGHT.format(7), RIGHT.format(7), "9"], [RIGHT.format(n) for n in (7, 8, 9)])
-    found, _ = evaluate_with(answer, answers, True)
+def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate(monkeypatch):
+    said = [RIGHT.format(7), RIGHT.format(7), "9"], [RIGHT.format(n) for n in (7, 8, 9)]
+    found = evaluated(monkeypatch, Prompts(["7", "8", "9"]), *said, reasoning=True)
     assert found["eval/accuracy"] == pytest.approx(1 / 3)  # an answer outside of the block is none
     assert found["eval/format_rate"] == pytest.approx(2 / 3)
     assert found["eval/format"] == pytest.approx(1 / 3)
     assert found["eval/accuracy_greedy"] == found["eval/format_rate_greedy"] == 1
 
 
-def test_accuracy_is_of_the_answers_that_a_response_can_equal(evaluate_with):
-    answers = Prompts(["5", "a long text, which nobody says twice", None])
-    found, _ = evaluate_with(answering(["so 5", "a", "b"], ["5", "a", "b"]), answers, False)
+def test_accuracy_is_of_the_answers_that_a_response_can_equal(monkeypatch):
+    prompts, said = (
+        Prompts(["5", "a long text, which nobody says twice", None]),
+        (["so 5", "a", "b"], ["5", "a", "b"]),
+    )
+    found = evaluated(monkeypatch, prompts, *said)
     assert found["eval/accuracy"] == found["eval/accuracy_greedy"] == 1
-    answers.has_accuracy = False
-    found, _ = evaluate_with(answering(["so 5", "a", "b"], ["5", "a", "b"]), answers, False)
+    prompts.has_accuracy = False
+    found = evaluated(monkeypatch, prompts, *said)
     assert "eval/score" in found
     assert not any("accuracy" in name or "format_rate" in name for name in found)
-
-
-def test_the_first_held_out_prompts_are_kept_by_number_over_processes(evaluate_with):
-    class TwoProcesses(World):
-        def sum(self, tensor):
-            return 2 * tensor
-
-        def gather(self, item):
-            return [item, {1: {"place": 1}, 3: {"place": 3}}] if isinstance(item, dict) else [item, item]
-
-    two = TwoProcesses(0, 2, torch.device("cpu"))
-    answer = answering(["a"] * 4, ["b"] * 4)
-    _, rows = evaluate_with(answer, Prompts([None] * 4), False, world=two)
-    assert [row["place"] for row in rows["eval_samples.jsonl"]] == [0, 1, 2, 3]
-    assert [row["response"] for row in rows["eval_samples.jsonl"][::2]] == ["a", "a"]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from trainer.runs.health import Past, remedy_of
 
 def controller(target=2.0, horizon=40, responses=4, coef=0.1, every=1):
     args = SimpleNamespace(kl_coef=coef, kl_target=target, kl_horizon=horizon, update_old_actor_freq=every)
-    learner = Learner(None, None, peak=1.0, total_steps=400)
-    return KlTarget(args, learner, responses)
+    return KlTarget(args, Learner(None, None, peak=1.0, total_steps=400), responses)
 
 
 def follow(it, kls, batch=1, sum_over_processes=lambda x: x):

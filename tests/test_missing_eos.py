@@ -117,8 +117,7 @@ def test_two_processes_choose_the_same_as_one(files, one, tmp_path, scores):
 
 def test_a_resumed_run_keeps_it_and_chooses_no_other(files, one, tmp_path, scores):
     out = shutil.copytree(one, tmp_path / "out")
-    checkpoint = out / "r/checkpoints/step_2"
-    resumed = argv_of(files, out, max_steps=3, save_interval=1, resume=checkpoint)
+    resumed = argv_of(files, out, max_steps=3, save_interval=1, resume=out / "r/checkpoints/step_2")
     with pytest.raises(InputError, match=r"--missing_eos_penalty was 0\.\d+ and is now 9\.0; set it back"):
         train_ppo.main([*resumed, "--missing_eos_penalty", "9"])
     train_ppo.main(resumed)

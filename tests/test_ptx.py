@@ -38,8 +38,7 @@ def nll(model, items):
 
 def minibatch_of(run, prompts, step=0):
     batch = train_ppo.collect(run, step, iter([[prompts[i] for i in range(16)]]))
-    rollout = train_ppo.fill_rollout(run, step, batch, Metrics())
-    return rollout.rows(range(8))
+    return train_ppo.fill_rollout(run, step, batch, Metrics()).rows(range(8))
 
 
 def actor_gradient(run, minibatch, number, budget):

@@ -56,8 +56,7 @@ def test_each_of_two_processes_keeps_the_global_batch_and_takes_its_rows_of_it()
     replays = [Replay(1, positions, Two(rank, 2, CPU)) for rank, positions in enumerate(mine)]
     for replay, positions in zip(replays, mine, strict=True):
         replay.keep(whole.rows(positions))
-        new = rollout_of(2, 4)
-        same_rows(replay.join(new).rows(range(4)), whole.rows(positions))
+        same_rows(replay.join(rollout_of(2, 4)).rows(range(4)), whole.rows(positions))
     alone = Replay(1, list(range(8)), ALONE)
     alone.load_state_dict(replays[0].state_dict())
     same_rows(alone.join(rollout_of(2)).rows(range(8)), whole)

@@ -80,8 +80,7 @@ def gradients_of(run, items, budget=4096):
     run.trained.zero_grad()
     lengths = [run.tokens(x) for x in items]
     source = (lengths, lambda rows: run.loss([items[i] for i in rows], run.loss_counts(items)))
-    sums = backward(run, [source], budget)
-    return sums.means(ALONE), gradients_in(run.trained)
+    return backward(run, [source], budget).means(ALONE), gradients_in(run.trained)
 
 
 def gradients_in(model):
@@ -106,8 +105,7 @@ def test_packed_loss_and_gradients_are_those_of_padded_plain_transformers(files)
     loss = plain(tokens, attention_mask=real, labels=tokens.masked_fill(~learned, -100)).loss
     loss.backward()
     assert means["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
-    wanted = {f"0.{name}": p.grad for name, p in plain.named_parameters()}
-    assert close(wanted, gradients)
+    assert close({f"0.{name}": p.grad for name, p in plain.named_parameters()}, gradients)
 
 
 def scores_of(model, rows):
@@ -396,8 +394,7 @@ def test_the_commands_that_the_stages_print_run_as_they_stand(files, tmp_path, c
     assert (python, script) == (tiny.PYTHON, str(tiny.ROOT / "trainer" / "train_ppo.py"))
     small = {"batch_size": 4, "max_steps": 1, "out_dir": "ppo", "device": "cpu", "dtype": "float32"}
     train_ppo.main([*argv, *tiny.flags(**small)])
-    config = json.loads(Path("ppo/run_1/config.json").read_text())
-    assert config["system_prompt"] == "a"
+    assert json.loads(Path("ppo/run_1/config.json").read_text())["system_prompt"] == "a"
     template = load_tokenizer("ppo/ppo_actor_32").chat_template
     assert template == load_tokenizer("out/reward_32").chat_template
     assert template != load_tokenizer(files["model"]).chat_template

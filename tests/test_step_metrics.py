@@ -51,6 +51,5 @@ def test_scores_or_lengths_that_are_all_alike_have_no_correlation(score):
 def test_responses_are_the_same_where_all_their_tokens_are():
     """Three of six: one occurs three times, to other prompts; one is the beginning of another one."""
     responses = [[5, 6], [5, 6], [5, 6, 6], [6, 5], [5, 6], [5, 6, 6]]
-    found = batch_metrics(responses, torch.zeros(6), ALONE)
-    assert found["rollout/distinct"] == 3 / 6
+    assert batch_metrics(responses, torch.zeros(6), ALONE)["rollout/distinct"] == 3 / 6
     assert batch_metrics([[5], [6]], torch.zeros(2), ALONE)["rollout/distinct"] == 1

@@ -61,8 +61,7 @@ def test_each_character_lands_on_the_first_token_after_which_it_stays(kind):
 def test_from_what_a_function_returns_to_rewards_of_tokens():
     """Pairs, a plain number and no pairs; two steps may share a token."""
     tokenizer = word_tokenizer(WORDS)
-    ids = [[2, 3, 2, 0], [4, 5], [2, 2, 2]]
-    rollout = rollout_of(ids, [True, False, False])
+    rollout = rollout_of([[2, 3, 2, 0], [4, 5], [2, 2, 2]], [True, False, False])
     texts = response_texts(rollout, tokenizer)
     assert texts == ["a b a", "c d", "a a a"]
     given = [[(0, 1.0), (2, 0.25), (1, 0.5), (5, 1.5), (None, 0.5)], 3, []]

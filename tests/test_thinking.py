@@ -78,8 +78,7 @@ def test_a_share_of_the_prompts_thinks_whatever_their_order(tmp_path, name, thin
     tokenizer, path = tokenizer_of(name), tiny.write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}] * 1000)
 
     def ends(ratio, seed=0, places=range(1000)):
-        thinking = load_thinking(tokenizer, ratio, seed)
-        data = RLAIFDataset(path, tokenizer, 64, thinking=thinking)
+        data = RLAIFDataset(path, tokenizer, 64, thinking=load_thinking(tokenizer, ratio, seed))
         return [data[i].text.removeprefix("user a </s> ") for i in places]
 
     most = ends(0.9)
@@ -112,8 +111,7 @@ def thinkers(tmp_path_factory):
     del files["reward_model"], files["missing_eos_penalty"]
     found = {}
     for name in (*TEMPLATES, None):
-        tokenizer = tokenizer_of(name)
-        policy = tiny.save_policy_dir(folder / str(name), tokenizer, layers=2, spread=2.0)
+        policy = tiny.save_policy_dir(folder / str(name), tokenizer_of(name), layers=2, spread=2.0)
         found[name] = files | {"model": policy}
     return found
 
@@ -159,8 +157,7 @@ def test_a_thought_by_hand(response, points, said):
     parts = Reward(models, function, reasoning=False, thinking_reward=1.0)(asked)
     assert parts["thinking"].tolist() == parts["score"].tolist() == [points]
     assert seen == [said, response]  # a function gets the whole response
-    judge = Judge(models, function)
-    judge.raw_scores(asked)
+    Judge(models, function).raw_scores(asked)
     assert seen[2:] == [said, response]
 
 
@@ -199,8 +196,7 @@ def chosen(path, records, policy=None, name="Qwen3", given=None, **kwargs):
     argv = tiny.flags(model=policy or path, reward_url="http://x", data_path=data, **more)
     args = train_ppo.parse_args(argv)
     if policy:
-        inputs = load_inputs(args, ALONE)
-        return args.reasoning, "\n".join(filter(None, inputs.notes))
+        return args.reasoning, "\n".join(filter(None, load_inputs(args, ALONE).notes))
     tokenizer = tokenizer_of(name, **kwargs)
     model = tiny.tiny_llama(len(tokenizer), spread=2.0)
     data = RLAIFDataset(data, tokenizer, 64)

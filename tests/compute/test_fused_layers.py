@@ -45,8 +45,7 @@ def states_and_gradients(net, dtype=torch.float32, lengths=(40, 39, 31, 17, 2)):
     lengths = torch.tensor(lengths)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         states = packed_states(net, tokens, Layout(lengths))[0]
-    grads = torch.autograd.grad(states.float().sin().sum(), net.parameters())
-    return [states.detach(), *grads]
+    return [states.detach(), *torch.autograd.grad(states.float().sin().sum(), net.parameters())]
 
 
 def assert_as_near(exact, theirs, ours):

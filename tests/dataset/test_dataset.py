@@ -103,6 +103,8 @@ def test_order_is_a_pure_function_and_global_batches_are_one_endless_stream():
     batches = [global_batch(7, 5, step, 4) for step in range(7)]
     assert [i for batch in batches for i in batch] == stream
     assert global_batch(3, 0, 0, 7) == [i for e in range(3) for i in epoch_order(3, 0, e)][:7]
+    assert local_positions(4, 1, 2) == [1, 3, 5, 7]
+    assert local_positions(3, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
 
 
 SHARES = [  # a batch, a minibatch over all processes, answers to a prompt, how many of these together
@@ -140,18 +142,6 @@ def test_answers_to_a_prompt_are_spread_over_minibatches(world, batch, mini, ans
         assert found == sorted(one[row] for row in rows_alone)
         asked = Counter(position // answers for position in found)
         assert set(asked.values()) == {together}
-
-
-@pytest.mark.parametrize("answers", [1, 2])
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_process_reads_its_prompts_once_for_all_their_answers(world, answers):
-    """loop.py gives a process every ``world``-th record of a batch."""
-    batch = global_batch(10, 0, 3, 16 // answers)
-    for rank in range(world):
-        positions = local_positions(16 // world, rank, world, answers)
-        assert batch[rank::world] == [batch[p // answers] for p in positions[::answers]]
-    assert local_positions(4, 1, 2) == [1, 3, 5, 7]
-    assert local_positions(3, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
 
 
 def learned(tokenizer, sample):

@@ -38,8 +38,7 @@ def byte_level(template=None):
     names = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|im_end|>x", "<pad>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     settings = {"special_tokens": names, "initial_alphabet": alphabet, "show_progress": False}
-    trainer = BpeTrainer(vocab_size=400, **settings)
-    backend.train_from_iterator(SENTENCES, trainer)
+    backend.train_from_iterator(SENTENCES, BpeTrainer(vocab_size=400, **settings))
     backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     around = {"single": "<s> $A </s>", "special_tokens": [("<s>", 0), ("</s>", 1)]}
     backend.post_processor = processors.TemplateProcessing(**around)

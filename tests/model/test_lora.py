@@ -254,8 +254,7 @@ def test_frozen_weights_that_16_bits_hold_are_kept_in_them_and_nothing_else_chan
         sizes.append(sum(p.numel() * p.element_size() for p in run.ref.parameters()))
         batches, rows = iter([[prompts[i] for i in range(16)]] * 2), []
         for step in range(2):
-            batch = train_ppo.collect(run, step, batches)
-            means, _ = train_ppo.learn(run, step, batch)
+            means, _ = train_ppo.learn(run, step, train_ppo.collect(run, step, batches))
             rows += [torch.tensor([v for k, v in means.items() if not k.startswith("perf/")])]
         rows += [p for model in (run.actor, run.critic) for p in trained(model)]
         assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in trained(model))

@@ -108,8 +108,7 @@ def test_some_raw_scores_are_replaced_by_hand():
     parts, blocks = ({"model": torch.tensor(x)} for x in ([1.0, 2, 3, 4], [10.0, 20, math.nan, math.nan]))
     old = RawScores(parts, blocks, steps=[[(0, 1.0)], [(1, 2.0)], [], [(3, 4.0)]])
     parts, blocks = ({"model": torch.tensor(x)} for x in ([5.0, 6], [math.nan, 60]))
-    new = RawScores(parts, blocks, steps=[[(5, 5.0)], []])
-    old.replace([1, 3], new)
+    old.replace([1, 3], RawScores(parts, blocks, steps=[[(5, 5.0)], []]))
     assert old.parts["model"].tolist() == [1, 5, 3, 6]
     assert old.blocks["model"].nan_to_num(-1).tolist() == [10, -1, -1, 60]
     assert old.steps == [[(0, 1.0)], [(5, 5.0)], [], []]

@@ -64,8 +64,7 @@ def whole(files, tmp_path_factory):
 def killed(files, tmp_path_factory):
     """The same run, saved after steps 2 and 4 and killed in step 6 -> its folder."""
     out = tmp_path_factory.mktemp("killed")
-    argv = argv_of(files, out)
-    die_at(10, argv)  # two evaluations: two calls each
+    die_at(10, argv_of(files, out))  # two evaluations: two calls each
     assert names(out / "r") == ["step_2", "step_4"]
     return out / "r"
 
@@ -244,8 +243,7 @@ def test_a_run_that_is_done_gets_its_pth_again_and_nothing_else_changes(whole, f
 def test_an_earlier_checkpoint_that_is_named_begins_another_branch(whole, half):
     """Killed before its first save, it must not resume from a later checkpoint of the branch before it."""
     run, argv = half
-    step_2 = str(run / "checkpoints" / "step_2")
-    die_at(2, [*argv, "--resume", step_2])
+    die_at(2, [*argv, "--resume", str(run / "checkpoints" / "step_2")])
     assert names(run) == ["step_2"]
     train_ppo.main([*argv, "--resume", "auto", "--keep_checkpoints", "3"])
     same_run(whole, run, step=6)
@@ -418,8 +416,7 @@ def test_resume_refuses_what_changes_the_result_and_leaves_the_run_alone(files, 
         *(("reward_model", path, other) for path in (reward, offset, f"{files['reward_model']}=3")),
         ("data_path", prompts, other),
     ):
-        line = refused([*argv, f"--{flag}", str(value), "--resume", "auto"], f"--{flag} ")
-        assert says in line
+        assert says in refused([*argv, f"--{flag}", str(value), "--resume", "auto"], f"--{flag} ")
     assert contents(run) == before
 
 

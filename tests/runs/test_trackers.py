@@ -181,8 +181,7 @@ def test_the_stages_before_have_trackers_and_a_report_of_curves_too(files, tmp_p
     sizes = {"max_steps": 2, "batch_size": 4, "eval_size": 2, "run_name": "r", "device": "cpu"}
     argv = flags(model=files["model"], data_path=data, out_dir=tmp_path / "out", **sizes)
     script.main([*argv, "--tracker", "tensorboard", "--moments_dtype", "bfloat16"])
-    texts = check_all_steps("tensorboard", tmp_path / "out" / "r")
-    assert "held" in texts["summary"][0][1]
+    assert "held" in check_all_steps("tensorboard", tmp_path / "out" / "r")["summary"][0][1]
     page = Page(tmp_path / "out" / "r" / "report.html")
     assert [a["id"] for a in page.all("section")] == ["verdict", "curves", "configuration"]
     assert len(page.all("svg")) == 3
