@@ -125,9 +125,9 @@ class MoEFeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, hidden] -> the same shape"""
-        tokens = hidden.reshape(-1, hidden.shape[-1])  # [N, hidden]
+        tokens = hidden.flatten(0, -2)  # [N, hidden]
         probs = self.gate(tokens).softmax(dim=-1, dtype=torch.float32)  # [N, num_experts]
-        weights, chosen = probs.topk(self.top_k, dim=-1)  # [N, top_k]
+        weights, chosen = probs.topk(self.top_k)  # [N, top_k]
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
 
         out = torch.zeros_like(tokens)

@@ -43,7 +43,7 @@ def _add_norm(x, delta, norm):
     def forward(x, delta, weight):
         y = torch.empty_like(x, dtype=dtype)
         total = None if delta is None else torch.empty_like(x)
-        r = torch.empty(x.numel() // x.shape[-1], device=x.device)
+        r = torch.empty(x.shape[:-1], device=x.device)
         kernels.over_rows("rms_norm", x, delta, weight, total, y, r, float(eps))
         return (total, y), (x if delta is None else total, weight, r)
 
