@@ -148,12 +148,11 @@ def attention_forward(
 
 def _heads(layer, x):
     """Hidden states -> queries, keys and values [B, T, heads, dim], not rotated yet."""
-    shape = (*x.shape[:-1], -1, layer.head_dim)
     if hasattr(layer, "qkv"):  # the sampler's copy computes the three at once
         parts = layer.qkv(x).split(layer.qkv.sizes, -1)
     else:
         parts = [p(x) for p in (layer.q_proj, layer.k_proj, layer.v_proj)]
-    query, key, value = (part.contiguous().view(shape) for part in parts)
+    query, key, value = (part.contiguous().unflatten(-1, (-1, layer.head_dim)) for part in parts)
     if hasattr(layer, "q_norm"):
         query = layer.q_norm(query)
         key = layer.k_norm(key)
