@@ -32,8 +32,8 @@ class CriticModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.value_head = ScoreHead(hidden_size, 1)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        for p in self.value_head.parameters():
+            nn.init.zeros_(p)
 
     @classmethod
     @torch.no_grad()

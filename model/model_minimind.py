@@ -125,15 +125,15 @@ class MoEFeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, hidden] -> the same shape"""
-        tokens = hidden.reshape(-1, hidden.shape[-1])  # [N, hidden]
-        probs = self.gate(tokens).softmax(dim=-1, dtype=torch.float32)  # [N, num_experts]
-        weights, chosen = probs.topk(self.top_k, dim=-1)  # [N, top_k]
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        tokens = hidden.flatten(0, -2)  # [N, hidden]
+        probs = self.gate(tokens).softmax(-1, dtype=torch.float32)  # [N, num_experts]
+        weights, chosen = probs.topk(self.top_k)  # [N, top_k]
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
 
         out = torch.zeros_like(tokens)
         for index, expert in enumerate(self.experts):
             if self.all_in_steps and hidden.shape[1] == 1:
-                share = (weights * (chosen == index)).sum(dim=-1, keepdim=True)
+                share = (weights * (chosen == index)).sum(-1, keepdim=True)
                 # 0 where the share is 0, even if the result is infinite
                 out = out + (expert(tokens) * share).masked_fill(share == 0, 0).to(out.dtype)
                 continue

@@ -15,7 +15,8 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
         "a pass has more than one token in any case": [
             "token_budget: int = 1,",
-            "rollout: Rollout, scorer: PolicyScorer, temperature: float, token_budget: int = 1",
+            "def score_policy(rollout: Rollout, scorer: PolicyScorer, temperature: float, "
+            "token_budget: int = 1) -> Tensor:",
             "def score_values(rollout: Rollout, scorer: ValueScorer, token_budget: int = 1) -> Tensor:",
         ],
         "any row will do where there is none left": [

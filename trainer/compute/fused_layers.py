@@ -43,7 +43,7 @@ def _add_norm(x, delta, norm):
     def forward(x, delta, weight):
         y = torch.empty_like(x, dtype=dtype)
         total = None if delta is None else torch.empty_like(x)
-        r = torch.empty(x.numel() // x.shape[-1], device=x.device)
+        r = torch.empty(x.shape[:-1], device=x.device)
         kernels.over_rows("rms_norm", x, delta, weight, total, y, r, float(eps))
         return (total, y), (x if delta is None else total, weight, r)
 
@@ -148,12 +148,11 @@ def attention_forward(
 
 def _heads(layer, x):
     """Hidden states -> queries, keys and values [B, T, heads, dim], not rotated yet."""
-    shape = (*x.shape[:-1], -1, layer.head_dim)
     if hasattr(layer, "qkv"):  # the sampler's copy computes the three at once
         parts = layer.qkv(x).split(layer.qkv.sizes, -1)
     else:
         parts = [p(x) for p in (layer.q_proj, layer.k_proj, layer.v_proj)]
-    query, key, value = (part.contiguous().view(shape) for part in parts)
+    query, key, value = (part.contiguous().unflatten(-1, (-1, layer.head_dim)) for part in parts)
     if hasattr(layer, "q_norm"):
         query = layer.q_norm(query)
         key = layer.k_norm(key)

@@ -117,7 +117,7 @@ def _logprobs(logits, targets, temperature, keeps):
     p = torch.empty_like(logits, dtype=torch.float32) if keeps else None
     kernels = kernels_for(logits)
     if kernels is not None:
-        logprobs, entropy = torch.empty(2, len(logits)).unbind()
+        logprobs, entropy = torch.empty(2, len(logits))
         kernels.over_rows("token_logprobs", logits, targets, logprobs, entropy, p, float(temperature))
         return logprobs, entropy, p
     z = logits.float()

@@ -222,15 +222,13 @@ def score_all(
     return torch.stack([found[row] for row in range(len(found))], -2)
 
 
-def score_policy(
-    rollout: Rollout, scorer: PolicyScorer, temperature: float, token_budget: int = 0
-) -> Sequence[Tensor]:
-    """Log-probs [B, R] of the sampled tokens under a ``PolicyScorer``, and its entropies before them."""
+def score_policy(rollout: Rollout, scorer: PolicyScorer, temperature: float, token_budget: int = 0) -> Tensor:
+    """-> [2, B, R]: log-probs of the sampled tokens under a ``PolicyScorer``, its entropies before them."""
 
     def score(rows):
         return torch.stack(scorer(rows.tokens, rows.layout, temperature)[:2])
 
-    return score_all(rollout, score, in_step=scorer.in_step, token_budget=token_budget).unbind()
+    return score_all(rollout, score, in_step=scorer.in_step, token_budget=token_budget)
 
 
 def score_values(rollout: Rollout, scorer: ValueScorer, token_budget: int = 0) -> Tensor:

@@ -91,7 +91,7 @@ class KVCache(Cache):
         behind = positions[:, None] - self.numbers[:longest]  # how far back a column lies, [n, longest]
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
-        zero = torch.zeros((), dtype=self.dtype, device=behind.device)
+        zero = behind.new_zeros((), dtype=self.dtype)
         masks = {}
         for kind in set(kinds or ["sliding_attention" if window else "full_attention"]):
             hidden = hidden_places(behind, window if kind == "sliding_attention" else None)
