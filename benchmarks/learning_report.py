@@ -51,9 +51,6 @@ ELSEWHERE = NOT_BUILT | (WITHOUT_CRITIC.keys() | OPTIONS.keys()) - ON_ALL_TASKS 
 BESIDE_TRL = [task for task, this in TASKS.items() if this["rates"]["trl"]]
 NAMES = {"trl": "TRL", "ours": "here"}
 PEERS = (("GRPO, `group`", "grpo", "our_group"), ("RLOO", "rloo", "our_rloo"))
-# On task (b), where ours has no flags of its own, this change of PPO is runs at the defaults, at the better
-# rate of the first seed: of "group, 4 answers" and half its rate.
-SAME_AS = {("b", "our_group"): "group, 4 answers"}
 COLOURS = {"trl": "tab:orange", "ours": "tab:blue"}
 WORDS = {"closed": "share of the gap", "accuracy": "held-out accuracy", "objective": "score - kl_coef KL"}
 
@@ -221,8 +218,6 @@ def peers_table(runs):
 
 def at_defaults(runs, task, who):
     """A trainer's runs at the rate that was best with the first seed."""
-    if (task, who) in SAME_AS:
-        return pick(runs, task, "ours", SAME_AS[task, who], None, TASKS[task]["ablate_rates"])
     if not any(r["seed"] == 0 for r in pick(runs, task, who)):
         return []
     return pick(runs, task, who, wanted_rates=best_rates(runs, task, who))
