@@ -24,8 +24,8 @@ class SaidElsewhere(InputError):
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, of the system's errors without number and file, or its type's
     name where it has no message."""
-    said = getattr(error, "strerror", None) or str(error).strip()
-    return (said or type(error).__name__).splitlines()[0]
+    said = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return said.splitlines()[0]
 
 
 def run_script(main: Callable[[], object]) -> None:

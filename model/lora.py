@@ -31,7 +31,7 @@ def frozen_copy(model: Model, lend: bool = False) -> Model:
     if lend:
         matrices = (p for p in model.parameters() if p.requires_grad and p.dim() >= 2)
         shared |= {id(p): nn.Parameter(p.data, False) for p in matrices}
-    return copy.deepcopy(model, dict(shared)).requires_grad_(False)
+    return copy.deepcopy(model, shared).requires_grad_(False)
 
 
 def add_adapters(backbone: nn.Module, rank: int, seed: int) -> None:

@@ -69,7 +69,7 @@ class ScoreHead(nn.Linear):
             return y if self.bias is None else y + self.bias
 
 
-HALF: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: HalfLinear, nn.Embedding: HalfEmbedding}
+HALF = {nn.Linear: HalfLinear, nn.Embedding: HalfEmbedding}
 
 
 def keep_in_half(model: nn.Module) -> None:

@@ -36,7 +36,7 @@ def tabulate_rotary(model: PreTrainedModel, width: int) -> None:
     rotary: Any = getattr(model.base_model, "rotary_emb", None)
     if getattr(rotary, "rope_type", None) not in ROTARY_KINDS:
         return
-    like = torch.empty(0, dtype=model.dtype, device=model.device)
+    like = model.get_input_embeddings().weight
     cos, sin = type(rotary).forward(rotary, like, torch.arange(width, device=model.device)[None])
     rotary.forward = lambda x, position_ids: (cos[0, position_ids], sin[0, position_ids])
 
