@@ -196,7 +196,8 @@ def chosen(path, records, policy=None, name="Qwen3", given=None, **kwargs):
     argv = tiny.flags(model=policy or path, reward_url="http://x", data_path=data, **more)
     args = train_ppo.parse_args(argv)
     if policy:
-        return args.reasoning, "\n".join(filter(None, load_inputs(args, ALONE).notes))
+        inputs = load_inputs(args, ALONE)
+        return args.reasoning, "\n".join(filter(None, inputs.notes))
     tokenizer = tokenizer_of(name, **kwargs)
     model = tiny.tiny_llama(len(tokenizer), spread=2.0)
     data = RLAIFDataset(data, tokenizer, 64)

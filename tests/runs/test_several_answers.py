@@ -24,7 +24,8 @@ def test_the_first_batchs_scores_are_compared_as_they_are_before_they_are_normal
     reward = Reward(reasoning=False, normalize=True)
     raw = RawScores({"server": torch.tensor([5.0, 9.0, 5.0])})
     assert scores_to_compare(reward, raw).tolist() == [5, 9, 5]
-    assert scores_to_compare(reward, raw).equal(reward.combine(raw, ALONE)["score"])
+    learned = reward.combine(raw, ALONE)["score"]
+    assert scores_to_compare(reward, raw).equal(learned)
     plain = Reward(reasoning=False, function=len)
     assert scores_to_compare(plain, RawScores({"function": torch.tensor([1.0])})).tolist() == [1]
 
