@@ -8,7 +8,8 @@
                 estimate     scores -> rewards of tokens -> advantages     ppo.py, value_scale.py
             update    for each PPO epoch, for each minibatch:
                                  train the critic: vf_coef * value loss
-                                 train the actor:  clipped policy loss + kl_coef * KL to the reference
+                                 train the actor, but not in the first --critic_warmup_steps batches:
+                                                   clipped policy loss + kl_coef * KL to the reference
                                                    (- entropy_coef * entropy) (+ ptx_coef * loss of
                                                    demonstrations)
                              train: backward, clip, step                   runs/optimizer_step.py
@@ -369,6 +370,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
     rollout.outcomes = ppo.monte_carlo_returns(rewards, mask, args.gamma)
     group_std = None
     if args.advantage == "gae":
+        # Sets ``critic.scale``, the unit of the value loss. Values change with the first batch only.
         rollout.values = run.value_scale.rescale_critic(rollout.values, rollout.outcomes, mask, world.sum)
         advantages, _ = ppo.gae(rewards, rollout.values, mask, args.gamma, args.lam)
         # The critic's returns have a lambda of their own.
@@ -414,7 +416,8 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Me
     args = run.args
     metrics = Metrics()
     logprobs, entropy, balance = run.scorers["actor"](mb.tokens, mb.layout, args.temperature)
-    # Advantages were divided by this unit. So are KL and entropy: --kl_coef stays in reward units.
+    # Advantages were divided by this unit. So are KL and entropy: --kl_coef stays in reward units. It is what
+    # ``coef`` always is, unless --kl_target moves it.
     kl_weight = run.kl.coef / mb.advantage_unit
     loss, info = ppo.policy_loss(
         logprobs,

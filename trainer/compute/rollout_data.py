@@ -42,13 +42,13 @@ class Rollout:
     scores: Tensor = LATER  # [B] the rewards' sum
     step_rewards: Tensor | None = None  # [B, R] what of it belongs to tokens inside the response
     ref_logprobs: Tensor = LATER  # [B, R]
-    old_logprobs: Tensor = LATER  # [B, R] of the training forward
+    old_logprobs: Tensor = LATER  # [B, R] of the training forward, on a CPU in fp32 the sampler's
     values: Tensor = LATER  # [B, R] with a critic
     importance_weights: Tensor = LATER  # [B, R] what sampler and old log-probs make of the loss
     counted: Tensor = LATER  # [B, R] bool, which tokens the policy loss is of
     rewards: Tensor = LATER  # [B, R]
     outcomes: Tensor = LATER  # [B, R] their discounted sums from each token on (Monte Carlo)
-    returns: Tensor = LATER  # [B, R] what the critic learns, if there is one
+    returns: Tensor = LATER  # [B, R] what the critic learns, if there is one: lambda-returns
     advantages: Tensor = LATER  # [B, R] whitened
     advantage_std: float = 1.0  # before they were divided, in units of the reward
     advantage_unit: float = 1.0  # what they were divided by (value_scale.py)

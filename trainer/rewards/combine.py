@@ -206,20 +206,20 @@ class Reward:
         """
         if not raw.parts:
             return {}
-        limited = [*self.models, "server"] if self.normalize else []
-        raws = {name: raw.parts[name] for name in limited if name in raw.parts}
+        names = [*self.models, "server"] if self.normalize else []
+        to_normalise = {name: raw.parts[name] for name in names if name in raw.parts}
         if world:
-            for name, x in raws.items():
+            for name, x in to_normalise.items():
                 self.running[name] = sum(
                     world.gather(RunningStats.of(x)), self.running.get(name, RunningStats())
                 )
-        parts = raw.parts | {name: self._clipped(name, x) for name, x in raws.items()}
+        parts = raw.parts | {name: self._clipped(name, x) for name, x in to_normalise.items()}
         for name, (_, weight) in self.models.items():
             whole = self._clipped(name, raw.parts[name])
             block = self._clipped(name, raw.blocks[name])
             parts[name] = weight * torch.where(block.isnan(), whole, 0.4 * whole + 0.6 * block)
         scores = parts | {"score": total(parts)}
-        if raws:
+        if to_normalise:
             scores["score_raw"] = total(self._weighted(raw.parts))
         return scores
 
