@@ -191,7 +191,7 @@ class Engine:
         """Prefill waiting prompts into free slots, once an eighth of the slots are free, or enough for all
         waiting prompts, or no sequence is live. Rows with the same prompt share its computation."""
         free = min(self.slots - self.live, len(self.waiting))
-        if free < max(1, min(len(self.waiting), self.slots // COMPACT_AT) if self.live else 1):
+        if not free or (self.live and free < min(len(self.waiting), self.slots // COMPACT_AT)):
             return
         groups = defaultdict(list)  # {prompt: its rows}
         for _ in range(free):
