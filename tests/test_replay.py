@@ -38,7 +38,9 @@ def test_the_last_batches_are_kept_and_stand_before_the_new_one():
     replay, batches = Replay(2, list(range(8)), ALONE), [rollout_of(seed) for seed in range(4)]
     assert replay.join(batches[0]) is batches[0]
     for batch in batches[:3]:
+        batch.outcomes = batch.sampler_logprobs  # made anew in every step
         replay.keep(batch)
+    assert set(replay.kept.filled()) <= set(FIELDS)  # nothing else is read of them
     joined = replay.join(batches[3])
     for place, batch in enumerate(batches[1:]):
         same_rows(joined.rows(range(8 * place, 8 * place + 8)), batch)

@@ -1,6 +1,10 @@
 """Failures during a run: rewards that fail or hang, unusual responses, memory that runs out."""
 
+import ctypes
 import json
+import os
+import signal
+import time
 
 import pytest
 import tiny
@@ -12,6 +16,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.compute.memory import attempt, each_micro_batch
 from trainer.runs import optimizer_step
+from trainer.runs.signals import StopRequest
 
 RUN = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 4, "epochs": 9, "device": "cpu"}
 RUN |= {"critic_warmup_steps": 1, "run_name": "r", "log_interval": 1000, "save_interval": 100}
@@ -99,6 +104,29 @@ def test_a_reward_function_may_fork_and_change_what_it_is_given(files, tmp_path)
     _, err = tiny.finish(tiny.launch(argv_of(files | change, tmp_path)))
     assert "stopping" not in err
     assert "CHANGED" not in (tmp_path / "r" / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_forked_process_that_hangs_in_a_lock_can_be_ended(number):
+    """It waits in C, where Python's handlers do not run, for what nobody gives back. Ctrl-C is not for it."""
+    lock = ctypes.create_string_buffer(64)  # a pthread_mutex_t
+    take = ctypes.CDLL(None).pthread_mutex_lock
+    take(lock)
+    with StopRequest() as stopping:
+        child = os.fork()
+        if not child:
+            take(lock)
+            os._exit(1)
+        time.sleep(0.2)
+        os.kill(child, number)
+        time.sleep(0.2)
+        ended = os.waitpid(child, os.WNOHANG)[0]
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert bool(ended) == (number == signal.SIGTERM)
+        os.kill(os.getpid(), number)
+        assert stopping._signal == number
 
 
 def always_end(model):

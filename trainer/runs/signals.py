@@ -14,24 +14,17 @@ from trainer.runs.distributed import World
 ECHO = 2.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-if hasattr(os, "register_at_fork"):  # Windows has no fork
-    # Else Python loses a signal that arrives in a new process right after the fork.
-    hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)
-    release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS)
-    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release)
-
 
 class StopRequest:
     """While its ``with`` block runs, the first SIGINT or SIGTERM is remembered instead of obeyed, and
     ``reply`` is printed: training stops after the step, once a checkpoint is saved. A second one ends the
     process at once. In processes that a reward function or a data loader forks, SIGTERM works as ever, and
-    Ctrl-C is left to their parent."""
+    Ctrl-C is left to their parent (``forked``)."""
 
     def __init__(self, reply: str = "") -> None:
         self._reply = reply
         self._signal = 0
         self._time = 0.0
-        self._process = os.getpid()
 
     def __enter__(self) -> "StopRequest":
         self._old = {number: signal.signal(number, self._note) for number in SIGNALS}
@@ -39,10 +32,7 @@ class StopRequest:
 
     def _note(self, number: int, frame: object) -> None:
         echo = ECHO if "WORLD_SIZE" in os.environ else 0.0
-        if os.getpid() != self._process:
-            if number == signal.SIGTERM:
-                os._exit(128 + number)
-        elif not self._signal:
+        if not self._signal:
             self._signal = number
             self._time = time.monotonic()
             with suppress(OSError):  # stderr may be closed
@@ -57,3 +47,19 @@ class StopRequest:
     def __exit__(self, *raised: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
+
+
+def forked() -> None:
+    """What a new process does first. Python's own handler would never run where it hangs in a lock that a
+    thread of its parent held: then nothing could end it, and ``Pool.terminate`` would wait for ever."""
+    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopRequest):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    # Held meanwhile: Python loses a signal that arrives in a new process right after the fork.
+    hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)
+    release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS)
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=forked)
