@@ -65,7 +65,7 @@ def flag_parser() -> FlagParser:
     """All flags, in the groups of --help. Edit the defaults here, or give them on the command line. Where a
     type stands in the place of the default, inputs.py chooses it. The other keywords: ``Flag`` in flags.py.
     """
-    p = FlagParser(description=__doc__.split("\n\n")[0], common=COMMON)
+    p = FlagParser(description=__doc__, common=COMMON)
     add = p.add
     switch = partial(add, choices=[0, 1])
     add_sampled = partial(add, not_with=LOGGED)  # of answers that the policy samples
@@ -235,7 +235,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from dataset.data_order import minibatch_order, minibatch_rows, next_batch
 from progress_bar import phase
@@ -261,7 +260,7 @@ from trainer.options.offline import collect_logged
 from trainer.options.replay import newest_rows
 from trainer.run import PpoRun
 from trainer.runs.displays import StepLog
-from trainer.runs.metrics import Metrics
+from trainer.runs.metrics import Loss, Metrics
 from trainer.runs.optimizer_step import (
     GradientSource,
     Step,
@@ -391,7 +390,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
 # load-balancing loss of experts by its sequences. So micro-batches and processes only have to be added up.
 
 
-def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Metrics]:
+def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> Loss:
     """A micro-batch's share of the minibatch's value loss -> (loss, Metrics). ``--vf_coef`` matters only
     where --grad_clip binds: AdamW divides the scale of a gradient out again."""
     args = run.args
@@ -406,7 +405,7 @@ def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, M
     return args.vf_coef * loss / token_count + balance / run.minibatch_size, metrics
 
 
-def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Metrics]:
+def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> Loss:
     """A micro-batch's share of the minibatch's loss of the actor -> (loss, Metrics).
 
     (policy loss + kl_coef * KL - entropy_coef * entropy) / tokens + balance loss of experts / sequences. With
@@ -446,7 +445,7 @@ def add_gradients(run: PpoRun, name: str, minibatch: Rollout, token_count: float
     token_count: the minibatch's response tokens over all processes.
     """
 
-    def loss_of(rows: list[int]) -> tuple[Tensor, Metrics]:  # of a micro-batch
+    def loss_of(rows: list[int]) -> Loss:  # of a micro-batch
         loss = critic_loss if name == "critic" else actor_loss
         return loss(run, minibatch.rows(rows), token_count)
 

@@ -8,7 +8,6 @@ where the values are worse than that mean alone, they become the closest line th
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class AdvantageScale(RunningScale):
         advantages: Tensor,
         rollout: Rollout,
         estimator: str,
-        sum_over_processes: Callable[[Tensor], Tensor],
+        sum_over_processes: ppo.Sum,
         group_std: Tensor | None = None,
     ) -> tuple[Tensor, float, float]:
         """Advantages [B, R] -> (the same less their mean, divided by the batch's unit, 0 on padding; their
@@ -109,7 +108,7 @@ class ValueScale(RunningScale):
         values: Tensor,
         outcomes: Tensor,
         mask: Tensor,
-        sum_over_processes: Callable[[Tensor], Tensor],
+        sum_over_processes: ppo.Sum,
     ) -> Tensor:
         """Take in the outcomes [B, R] of a batch before it is learned from -> the critic's values [B, R] from
         now on. The first batch sets their mean, and their slope where it is far off; later they stay."""
