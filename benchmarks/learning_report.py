@@ -27,9 +27,7 @@ WITHOUT_CRITIC = {  # {variant: its flags}, on task (b)
         "`--num_generations 4 --learning_rate 2.5e-4 --ppo_epochs 2 --replay_batches 1`"
     ),
     "group, 4 answers": "`--num_generations 4`",
-    "group, half the rate": "`--num_generations 4 --learning_rate 2.5e-4`",
     "RLOO, half the rate, groups filtered": "`--num_generations 4 --learning_rate 2.5e-4 --filter_groups 2`",
-    "group, half the rate, groups filtered": "`--num_generations 4 --learning_rate 2.5e-4 --filter_groups 2`",
 }
 OPTIONS = {  # {variant: (its flags, the variant that it is compared with)}, on task (b)
     "KL target 0.5": ("`--kl_target 0.5`", ""),
