@@ -60,7 +60,6 @@ OURS = {
     "bf16, no importance weights": ("abcd", {"dtype": "bfloat16", "importance_cap": 0}, None),
 }
 RLOO, HALF = {"advantage": "rloo", "num_generations": 4}, {"learning_rate": 2.5e-4}
-GROUP = {"advantage": "group", "num_generations": 4, "kl_in": "loss"}
 OURS |= {  # docs/algorithms.md: what was tried without a critic, and other options
     "RLOO, half the rate": ("b", RLOO | HALF, None),
     "RLOO, twice the rate": ("b", RLOO | {"learning_rate": 1e-3}, None),
@@ -75,9 +74,7 @@ OURS |= {  # docs/algorithms.md: what was tried without a critic, and other opti
         RLOO | HALF | {"ppo_epochs": 2, "replay_batches": 1},
         None,
     ),
-    "group, half the rate": ("b", GROUP | HALF, None),
     "RLOO, half the rate, groups filtered": ("b", RLOO | HALF | {"filter_groups": 2}, None),
-    "group, half the rate, groups filtered": ("b", GROUP | HALF | {"filter_groups": 2}, None),
     "KL target 0.5": ("b", {"kl_target": 0.5}, None),
     "KL target 0.5, from 0.2": ("b", {"kl_target": 0.5, "kl_coef": 0.2}, None),
     "KL target 0.5, shorter horizon": ("b", {"kl_target": 0.5, "kl_coef": 0.2, "kl_horizon": 256}, None),

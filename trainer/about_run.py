@@ -8,7 +8,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +17,7 @@ from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.loading import embeddings
 from model.lora import describe as describe_adapters
-from trainer.runs.base import Named, Run
+from trainer.runs.base import Run
 from trainer.runs.resume import short_hash, weights_hash
 
 if TYPE_CHECKING:  # it has these functions as methods
@@ -76,7 +76,7 @@ def describe_texts(args: Namespace, datasets: Iterable[object]) -> list[str]:
 # ------------------------------------------------------------------------------ facts and fingerprints
 
 
-def start_facts(run: "PpoRun") -> Named:
+def start_facts(run: "PpoRun") -> dict[str, Any]:
     """What the health rules read of a run's start, as JSON has it."""
     prompts = run.data
     tokenizer = run.tokenizer

@@ -314,9 +314,10 @@ def add_stage_flags(p: FlagParser, records: str) -> None:
     add("--hf_dir", path, "where the HF directory is written")
 
 
-def minimind_pth(args: Flags, kind: str) -> Path:
-    """MiniMind's name of a checkpoint of the flags' size in --out_dir. kind: the first part of it."""
-    return Path(args.out_dir) / f"{kind}_{args.hidden_size or 512}{'_moe' * args.use_moe}.pth"
+def minimind_pth(out_dir: str, kind: str, hidden_size: int, moe: bool) -> Path:
+    """MiniMind's name of a checkpoint in ``out_dir``. kind: the first part of it; hidden_size: 0 means
+    MiniMind's 512."""
+    return Path(out_dir) / f"{kind}_{hidden_size or 512}{'_moe' if moe else ''}.pth"
 
 
 def complete_output_flags(args: Flags) -> Flags:

@@ -127,9 +127,11 @@ def fill_paths(args: Flags) -> None:
     args.reward_model = list(filter(None, args.reward_model))
     args.eval_reward_model = list(filter(None, args.eval_reward_model))
     if not args.model and (args.hidden_size or args.use_moe):
-        if args.reasoning is None and minimind_pth(args, "reason").is_file():
+        reason = minimind_pth(args.out_dir, "reason", args.hidden_size, args.use_moe)
+        sft = minimind_pth(args.out_dir, "full_sft", args.hidden_size, args.use_moe)
+        if args.reasoning is None and reason.is_file():
             args.reasoning = 1  # it was trained to reason
-        args.model = str(minimind_pth(args, "reason" if args.reasoning else "full_sft"))
+        args.model = str(reason if args.reasoning else sft)
     has_reward = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
     if not args.model:
         args.model = DEMO["model"]

@@ -28,7 +28,7 @@ from trainer.compute.precision import LossScale, keep_exact, round_frozen, set_p
 from trainer.compute.scoring import PolicyScorer, ValueScorer
 from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
-from trainer.flags import Flags
+from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
 from trainer.inputs import choose_rates, count_steps, load_inputs, sampling_sizes
 from trainer.memory_plan import Case, Sizes, check_memory
@@ -69,8 +69,8 @@ class PpoRun(Run):
         self.world = world
         self.args = args = args.completed()
         self.actor, self.tokenizer, self.data, self.held_out, notes = load_inputs(args, world)
-        size = f"{self.actor.config.hidden_size}{'_moe' * is_moe(self.actor)}"
-        self.result_path = Path(args.out_dir) / f"ppo_actor_{size}.pth"
+        hidden_size = self.actor.config.hidden_size
+        self.result_path = minimind_pth(args.out_dir, "ppo_actor", hidden_size, is_moe(self.actor))
         if Path(args.model).resolve() == self.result_path.resolve():
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"

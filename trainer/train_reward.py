@@ -75,7 +75,7 @@ from trainer.supervised import Items, Means, SupervisedRun, collect, evaluate, l
 def parse_args(argv: list[str] | None) -> Flags:
     args = complete_output_flags(flag_parser().parse_args(argv))
     if not args.model and (args.hidden_size or args.use_moe):
-        args.model = str(minimind_pth(args, "full_sft"))
+        args.model = str(minimind_pth(args.out_dir, "full_sft", args.hidden_size, args.use_moe))
     if not (args.model or args.data_path):
         args.data_path = f"{ROOT}/dataset/demo/preferences.jsonl"
         args.eval_data_path = args.eval_data_path or f"{ROOT}/dataset/demo/preferences_eval.jsonl"

@@ -32,6 +32,7 @@ from trainer.flags import (
     add_model_flags,
     add_stage_flags,
     complete_output_flags,
+    minimind_pth,
 )
 
 HIDDEN_SIZE = 128  # of a new model, by default
@@ -113,8 +114,8 @@ class SftRun(SupervisedRun):
         args = self.args
         check_ends(self.data[0], self.tokenizer, policy)
         self.scorer = PolicyScorer(policy, self.dtype)
-        size = f"{policy.config.hidden_size}{'_moe' * is_moe(policy)}"
-        self.result_path = Path(args.out_dir) / f"full_sft_{size}.pth"
+        hidden_size = policy.config.hidden_size
+        self.result_path = minimind_pth(args.out_dir, "full_sft", hidden_size, is_moe(policy))
         self.hf_dir = Path(args.hf_dir or self.result_path.with_suffix(""))
         if args.hidden_size and not (args.model or args.resume) and self.result_path.exists():
             raise InputError(

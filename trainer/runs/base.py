@@ -26,7 +26,6 @@ from trainer.compute.sharding import InStep
 from trainer.runs.displays import Display
 from trainer.runs.distributed import World
 
-Named = dict[str, Any]  # {name: value}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -35,10 +34,10 @@ class Kept:
 
     kept: tuple[str, ...]
 
-    def state_dict(self) -> Named:
+    def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.kept}
 
-    def load_state_dict(self, state: Named) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
 
@@ -126,7 +125,7 @@ class Run(ABC):
     def fingerprints(self) -> dict[str, str]:
         """{flag: a hash of what it names}, which ``--resume`` compares."""
 
-    def facts(self) -> Named:
+    def facts(self) -> dict[str, Any]:
         """{name: value}: what health.py and the report read of a run's start."""
         return {"held_out": len(self.held_out_pairs or self.held_out or ())}
 

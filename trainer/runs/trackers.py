@@ -20,11 +20,10 @@ from typing import Any
 from errors import InputError, first_line
 
 Values = Mapping[str, float | str]  # metrics and texts
-Known = dict[str, Any]  # what SwanLab and Weights & Biases call a run, its flags among it
 Started = tuple[Any, Callable[[str], Any]]  # a run as the package has it; a text -> the package's form of it
 
 
-def start_swanlab(folder: Path, known: Known, step: int) -> Started:
+def start_swanlab(folder: Path, known: dict[str, Any], step: int) -> Started:
     """SwanLab, in ``swanlog/`` of the run folder; online too if the user is logged in. known: what it and
     Weights & Biases call a run, its flags among it; step: after which the run goes on."""
     import swanlab  # here, because importing it takes a second or more; the same below
@@ -33,7 +32,7 @@ def start_swanlab(folder: Path, known: Known, step: int) -> Started:
     return swanlab.init(**known, log_dir=str(folder / "swanlog"), mode=mode), swanlab.Text
 
 
-def start_tensorboard(folder: Path, known: Known, step: int) -> Started:
+def start_tensorboard(folder: Path, known: dict[str, Any], step: int) -> Started:
     """TensorBoard, in ``tensorboard/`` of the run folder. It needs no TensorFlow, and hides what is there of
     steps done again."""
     from torch.utils.tensorboard import SummaryWriter
@@ -54,7 +53,7 @@ def start_tensorboard(folder: Path, known: Known, step: int) -> Started:
     return writer, lambda text: textwrap.indent(text, "    ")  # as it is, in Markdown
 
 
-def start_wandb(folder: Path, known: Known, step: int) -> Started:
+def start_wandb(folder: Path, known: dict[str, Any], step: int) -> Started:
     """Weights & Biases, in ``wandb/`` of the run folder; online too if the user is logged in and WANDB_MODE
     does not say otherwise."""
     import wandb
