@@ -107,6 +107,17 @@ def test_nothing_is_scored_that_is_not_needed(files, monkeypatch):
         assert not make_run(files, **flag)[0].sampler_has_scored(1), flag
 
 
+def test_only_a_single_update_by_the_old_actor_itself_gives_the_old_logprobs(files):
+    whole = {"mini_batch_size": 16, "dtype": "bfloat16"}
+    run, _ = make_run(files, **whole)
+    assert run.single_update
+    assert [run.sampler_has_scored(step) for step in (0, 1)] == [False, True]
+    for flag in ({"mini_batch_size": 8}, {"ppo_epochs": 2}, {"update_old_actor_freq": 2}):
+        run, _ = make_run(files, **whole | flag)
+        assert not run.single_update and not run.sampler_has_scored(1), flag
+    assert not make_run(files, **whole, replay_batches=1)[0].single_update
+
+
 def test_padding_changes_no_gradient(files):
     """Whatever stands in the padding, of tokens and of every [B, R] field, is never read."""
     run, prompts = make_run(files)

@@ -73,6 +73,11 @@ def test_what_an_evaluation_says_of_pairs_by_hand(files):
     assert found["eval/chosen_preferred"] == pytest.approx(preferred.item())
 
 
+def test_the_reference_counts_as_the_old_actor_with_a_single_update_too(files):
+    run, _ = make_run(files, epochs=9, batch_size=8, mini_batch_size=8)
+    assert run.updates_per_batch == 1 and not run.single_update
+
+
 def test_held_out_pairs_may_be_transcripts(files, tmp_path):
     both = {side: f"\n\nHuman: c\n\nAssistant: {side[0]}" for side in ("chosen", "rejected")}
     path = write_jsonl(tmp_path / "transcripts.jsonl", [both])

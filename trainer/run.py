@@ -207,13 +207,23 @@ class PpoRun(Run):
         """Whether anything is learned from the reference's log-probs. Else they are not computed."""
         return self.args.kl_coef > 0 or bool(self.args.offline_data_path)
 
+    @property
+    def single_update(self) -> bool:
+        """Whether the actor learns from each batch in one step, taken as the old actor: then its own forward
+        gives the old log-probs."""
+        args = self.args
+        from_others = args.replay_batches or args.offline_data_path
+        return self.updates_per_batch == 1 and self.old_actor is self.actor and not from_others
+
     def sampler_has_scored(self, step: int) -> bool:
-        """Whether the sampler's log-probs serve as the old ones: on a CPU in fp32, where they are those of
-        the training forward up to rounding. Now and then these are computed all the same, to notice a sampler
-        that is off. Replayed answers are of older actors, and --entropy_top needs entropies."""
+        """Whether the sampler's log-probs serve as the old ones until the update: with a single update, or on
+        a CPU in fp32, where they are those of the training forward up to rounding. Now and then these are
+        computed all the same, to notice a sampler that is off. Replayed answers are of older actors, and
+        --entropy_top needs entropies."""
         args = self.args
         exact = self.world.device.type == "cpu" and self.dtype == torch.float32
-        return exact and step % CHECK_SAMPLER > 0 and not args.replay_batches and args.entropy_top == 1
+        serves = exact or self.single_update
+        return serves and step % CHECK_SAMPLER > 0 and not args.replay_batches and args.entropy_top == 1
 
     @property
     def modules(self) -> dict[str, nn.Module]:

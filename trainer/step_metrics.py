@@ -32,9 +32,9 @@ def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
             metrics.add("kl/sequence", ppo.masked_sum(k1, mask), len(new.tokens))
         if new.old_logprobs is not new.sampler_logprobs:  # else they were not computed twice
             of_tokens["rollout/sampler_gap"] = (new.sampler_logprobs - new.old_logprobs).abs()
-        of_tokens["rollout/importance_weight"] = new.importance_weights
-        size = ppo.effective_sample_size(new.old_logprobs, new.sampler_logprobs, mask, run.world.sum)
-        metrics.add("rollout/importance_ess", size)
+            of_tokens["rollout/importance_weight"] = new.importance_weights
+            size = ppo.effective_sample_size(new.old_logprobs, new.sampler_logprobs, mask, run.world.sum)
+            metrics.add("rollout/importance_ess", size)
     if run.critic:
         of_tokens |= {"value/mean": new.values, "value/return": new.outcomes}
         explained = ppo.explained_variance(new.outcomes, new.values, mask, run.world.sum)

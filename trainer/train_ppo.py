@@ -415,6 +415,11 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> Loss:
     args = run.args
     metrics = Metrics()
     logprobs, entropy, balance = run.scorers["actor"](mb.tokens, mb.layout, args.temperature)
+    if run.single_update:  # the actor is still the old one, and this is its training forward
+        mb.old_logprobs = logprobs.detach()
+        mb.importance_weights = ppo.importance_weights(
+            mb.old_logprobs, mb.sampler_logprobs, mb.mask, args.importance_cap
+        )
     # Advantages were divided by this unit. So are KL and entropy: --kl_coef stays in reward units. It is what
     # ``coef`` always is, unless --kl_target moves it.
     kl_weight = run.kl.coef / mb.advantage_unit
