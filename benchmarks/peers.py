@@ -41,7 +41,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import RESULTS, ROOT, matrix_rate, peak_memory, read, show, spread, table, write_results
+from common import RESULTS, ROOT, machine, matrix_rate, peak_memory, read, show, spread, table, write_results
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 ANSWERS = 8  # to each prompt
@@ -329,6 +329,7 @@ def result(case, batch, steps, shares=False):
     ours, theirs, rates = zip(*steps, strict=True)
     found = {
         **case,
+        "CPU": machine()["cpu"].partition("(R) Processor")[0].replace("(R)", ""),
         "mean length": round(statistics.mean(step["length"] for step in ours), 1),
         "ours samples/s": spread([batch / step["seconds"] for step in ours], 2),
         "peer samples/s": spread([batch / step["seconds"] for step in theirs], 2),
@@ -351,7 +352,7 @@ def row(found):
     memory = f"{found['ours GiB']} / {found['peer GiB']}"
     parts = [found.get(f"{name}, of machine", {}).get("median", "") for name in ("ours", "peer")]
     return {
-        **{name: found[name] for name in ("peer", "model", "dtype", "lengths", "mean length")},
+        **{name: found[name] for name in ("peer", "CPU", "model", "dtype", "lengths", "mean length")},
         "ours samples/s": found["ours samples/s"]["median"],
         "peer samples/s": found["peer samples/s"]["median"],
         "ratio": show(found["ratio"]),
