@@ -107,6 +107,16 @@ def test_nothing_is_scored_that_is_not_needed(files, monkeypatch):
         assert not make_run(files, **flag)[0].sampler_has_scored(1), flag
 
 
+@pytest.mark.parametrize("flag", [{}, {"lora_r": 2}, {"update_old_actor_freq": 2}])
+def test_a_reference_that_nothing_asks_takes_no_memory(files, flag):
+    run, prompts = make_run(files, kl_coef=0.0, **flag)
+    run.prepare()
+    assert all(p.is_meta for p in run.ref.parameters())
+    before = weights(run)
+    train_ppo.learn(run, 0, train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]])))
+    assert not same(before, weights(run))
+
+
 def test_only_a_single_update_by_the_old_actor_itself_gives_the_old_logprobs(files):
     whole = {"mini_batch_size": 16, "dtype": "bfloat16"}
     run, _ = make_run(files, **whole)

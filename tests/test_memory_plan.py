@@ -90,6 +90,7 @@ def exact_llama():
         ("", {"device": GPU}, {"sampler": 2 * TOTAL}),  # a CPU lays out the head once more
         ("--moments_dtype bfloat16", {}, {"moments": 4 * 2 * TOTAL}),
         ("--update_old_actor_freq 2", {}, {"old actor": ROUNDED}),
+        ("--kl_coef 0 --update_old_actor_freq 2", {}, {"old actor": ROUNDED, "reference": None}),
         ("", {"dtype": torch.float32}, {"reference": 4 * TOTAL, "sampler": 4 * (TOTAL + TABLE)}),
         ("", {"model": exact_llama()}, {"reference": 2 * TOTAL}),
         ("", {"rewards": [tiny_llama(10)] * 2}, {"reward models": 2 * ROUNDED}),

@@ -114,9 +114,11 @@ def memory_plan(case: Case, budget: int, release_cache: bool = False, slots: int
         for name in case.models if parts > 1 else ["actor"]:
             standing[name] += case.models[name].frozen(case) // parts
     if parts > 1 or not args.lora_r:
-        frozen["reference"] = actor.frozen(case) // parts
+        size = actor.frozen(case) // parts
+        if args.kl_coef or args.offline_data_path:  # else nothing asks it
+            frozen["reference"] = size
         if args.update_old_actor_freq > 1:
-            frozen["old actor"] = frozen["reference"]
+            frozen["old actor"] = size
     if args.ema_beta and on_cpu:  # it is in main memory always
         standing["average"] = 4 * trained["actor"]
     if not args.offload_frozen:  # else they are there in rollouts only, to score

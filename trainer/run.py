@@ -238,14 +238,19 @@ class PpoRun(Run):
         return make_optimizer(groups, peak, self.args.moments_dtype, self.args.seed)
 
     def prepare(self) -> None:
-        """Round the frozen models to the dtype in which they compute; move them where they wait
-        (--offload_frozen), or shard all (--shard 1). Fingerprints are taken before this.
+        """Round the frozen models to the dtype in which they compute; free a reference that nothing asks;
+        move them where they wait (--offload_frozen), or shard all (--shard 1). Fingerprints are taken before.
 
         Sharded are actor, critic, old actor, reference and reward models, which are whole in main memory
         until then (compute/sharding.py), but not the sampler: it gathers the old actor before a rollout.
         """
         args = self.args
-        exact: list[nn.Module] = [self.ref, *self.judges]  # they never change
+        exact: list[nn.Module] = list(self.judges)  # they never change
+        if self.uses_reference:
+            exact.append(self.ref)
+        else:
+            del self.scorers["reference"]
+            self.ref.to("meta")  # type: ignore[arg-type]  # transformers' wrapper of ``to``
         frozen = exact if self.old_actor is self.actor else [*exact, self.old_actor]
         training = [learner.model for learner in self.learners.values()]
         if not args.trust_remote_code:  # code from outside may use its weights in other ways
