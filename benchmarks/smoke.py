@@ -79,7 +79,7 @@ def kernels_change_nothing(device):
         with without(*parts) if parts else nullcontext():
             model = policy(SMALL, device=device)
             pack_sequences(model.base_model)
-            logprobs, _, _ = PolicyScorer(model, torch.float32)(*rollout.sequences, 1.0)
+            logprobs, _, _ = PolicyScorer(model, torch.float32)(rollout.tokens, rollout.layout, 1.0)
             logprobs.sum().backward()
             grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
             found.append((logprobs.detach(), grads))
@@ -108,7 +108,7 @@ def rollout_of_a_large_model(device):
     seconds = time.perf_counter() - start
     pack_sequences(model.base_model)
     scorer = PolicyScorer(model, dtype)
-    scored = score_all(rollout, lambda r: scorer(*r.sequences, 1.0)[0])
+    scored = score_all(rollout, lambda r: scorer(r.tokens, r.layout, 1.0)[0])
     gap = ((scored - rollout.sampler_logprobs).abs() * rollout.mask).sum() / tokens
     return {"tokens/s": round(tokens / seconds), "sampler gap": f"{gap.item():.1e}"}
 

@@ -67,7 +67,7 @@ def ours(scorer, optimizer, rollout):
     budget = tokens_per_pass(rollout.tokens.device)
     for index in micro_batches(rollout.layout.lengths, budget):
         mb = rollout.rows(index)
-        logprobs, _, _ = scorer(*mb.sequences, 1.0)
+        logprobs, _, _ = scorer(mb.tokens, mb.layout, 1.0)
         loss, _ = ppo.policy_loss(logprobs, mb, 0.2, 0.2)
         loss = loss + 0.02 * ppo.kl_loss(logprobs, mb)
         (loss / tokens).backward()

@@ -156,7 +156,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            loss = run.scorers["actor"](*rollout.sequences, 1.0)[0].sum()
+            loss = run.scorers["actor"](rollout.tokens, rollout.layout, 1.0)[0].sum()
         weights_too = {p.untyped_storage().data_ptr() for p in run.actor.parameters()}
         kept.append(sum(size for pointer, size in sizes.items() if pointer not in weights_too))
         loss.backward()

@@ -288,7 +288,7 @@ def check_sampling(policy: PreTrainedModel) -> None:
     what = f"models of type {kind} are not supported: the sampler's KV cache does not work with them"
     with quiet(), as_input_error(what):
         rollout = Sampler(policy, slots=2).sample(prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0)
-        scored = PolicyScorer(policy)(*rollout.sequences, 1.0)[0]
+        scored = PolicyScorer(policy)(rollout.tokens, rollout.layout)[0]
     gap = (scored - rollout.sampler_logprobs).abs().max().item()
     if not gap < 1e-2:
         raise InputError(

@@ -141,7 +141,7 @@ def test_a_micro_batch_never_waits_for_a_gpu(kl_in_reward, monkeypatch):
     with no_waits(monkeypatch):
         mb = rollout.rows([3, 1, 5])
         count = mb.response_len.sum()
-        logprobs, entropy, _ = scorer(*mb.sequences, 0.7)
+        logprobs, entropy, _ = scorer(mb.tokens, mb.layout, 0.7)
         balance = load_balance_loss(gates, experts, 2)
         loss, info = ppo.policy_loss(logprobs, mb, 0.2, 0.2, kl_in_reward=kl_in_reward, decay=0.9)
         loss = loss + 0.1 * ppo.kl_loss(logprobs, mb)
@@ -149,7 +149,9 @@ def test_a_micro_batch_never_waits_for_a_gpu(kl_in_reward, monkeypatch):
         metrics.add_all({**info, "policy/entropy": entropy}, count)
         metrics.add("policy/balance_loss", balance, len(mb.tokens))
         (loss - 0.1 * entropy + balance).backward()
-        loss, info = ppo.value_loss(value_scorer(*mb.sequences)[0], mb.values, mb.returns, mb.mask, 0.5, 1.0)
+        loss, info = ppo.value_loss(
+            value_scorer(mb.tokens, mb.layout)[0], mb.values, mb.returns, mb.mask, 0.5, 1.0
+        )
         metrics.add_all(info, count)
         loss.backward()
     assert metrics.sums(["value/loss"], World(0, 1, torch.device("cpu")))[0] > 0

@@ -86,7 +86,7 @@ def gap(policy, dtype, prompts=PROMPTS):
     sampler = Sampler(policy, dtype)
     rollout = sampler.sample(prompts, noise_keys(7, 3, range(len(prompts))), [0], 10, 1.0)
     assert (sampler.copy.model.dtype, rollout.sampler_logprobs.dtype) == (dtype, torch.float32)
-    scored = score_all(rollout, lambda r: PolicyScorer(policy)(*r.sequences, 1.0)[0])
+    scored = score_all(rollout, lambda r: PolicyScorer(policy)(r.tokens, r.layout, 1.0)[0])
     return sampler, ((scored - rollout.sampler_logprobs).abs().sum() / rollout.mask.sum()).item()
 
 
@@ -135,7 +135,7 @@ def test_every_family_samples_and_scores_what_transformers_computes(name):
             assert pack_sequences(model.base_model) == (name != "GPT-J")
         assert Sampler(model, slots=5).sample(prompts, keys, [0], 10, 0.0).responses() == expected
         rollout = Sampler(model, slots=5).sample(prompts, keys, [0], 10, 0.9)
-        scored, _, _ = PolicyScorer(model)(*rollout.sequences, 0.9)
+        scored, _, _ = PolicyScorer(model)(rollout.tokens, rollout.layout, 0.9)
         exact = (model(rollout.tokens).logits[:, :-1] / 0.9).log_softmax(-1)
         exact = exact.gather(2, rollout.tokens[:, 1:, None]).squeeze(2)
         places = rollout.prompt_len[:, None] - 1 + torch.arange(scored.shape[1])
@@ -153,7 +153,7 @@ def test_weights_rounded_once_score_as_those_that_autocast_rounds_at_every_call(
     scored = []
     for _ in range(2):
         with torch.no_grad():
-            scored.append(PolicyScorer(model, torch.bfloat16)(*rollout.sequences, 1.0)[0])
+            scored.append(PolicyScorer(model, torch.bfloat16)(rollout.tokens, rollout.layout, 1.0)[0])
         round_frozen([model], torch.bfloat16)
     assert scored[0].equal(scored[1])
     linear = [x.weight for x in model.base_model.modules() if type(x) is torch.nn.Linear]

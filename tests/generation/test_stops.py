@@ -182,9 +182,9 @@ def test_in_half_precision_and_greedy_too(model, dtype, temperature):
 def test_the_scorer_gives_the_log_probs_of_the_sampler(model):
     rollout = Sampler(model).sample(PROMPTS, KEYS, ENDS, 8, 1.0, 5)
     scorer = PolicyScorer(model, early_ends=early_ends(5, ENDS))
-    logprobs, entropy, _ = scorer(*rollout.sequences, 1.0)
+    logprobs, entropy, _ = scorer(rollout.tokens, rollout.layout, 1.0)
     assert (logprobs - rollout.sampler_logprobs).abs().max() < 1e-5
-    unmasked, more, _ = PolicyScorer(model)(*rollout.sequences, 1.0)
+    unmasked, more, _ = PolicyScorer(model)(rollout.tokens, rollout.layout, 1.0)
     gap = (unmasked - rollout.sampler_logprobs).abs()
     assert gap[:, :4].max() > 0.1
     assert (gap * rollout.mask)[:, 4:].max() < 1e-5

@@ -139,7 +139,7 @@ def test_the_kernels_that_attention_runs():
     scorer = PolicyScorer(model, torch.bfloat16)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        scorer(*rollout.sequences, 1.0)[0].sum().backward()
+        scorer(rollout.tokens, rollout.layout, 1.0)[0].sum().backward()
         torch.cuda.synchronize()
     names = {event.key.lower() for event in profile.key_averages()}
     assert not [n for n in names if "cudnn" in n and ("sdpa" in n or "attention" in n or "flash" in n)]
@@ -160,7 +160,8 @@ def test_a_micro_batch_hardly_waits_for_the_gpu():
     for name, scorer in scorers.items():
         for turn in range(2):  # the first may set something up
             with on_gpu.waits() as found:
-                out = scorer(*rollout.rows(range(8 * turn, 8 * turn + 8)).sequences, *more[name])
+                some = rollout.rows(range(8 * turn, 8 * turn + 8))
+                out = scorer(some.tokens, some.layout, *more[name])
                 out[0].sum().backward()
         assert len(found) <= 2, (name, [str(w.message) for w in found])
 

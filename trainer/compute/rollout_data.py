@@ -65,11 +65,6 @@ class Rollout:
         prompt_len, response_len = torch.stack([self.prompt_len, self.response_len]).tolist()
         return Layout.of_responses(prompt_len, response_len, self.tokens.device)
 
-    @property
-    def sequences(self) -> tuple[Tensor, Layout]:
-        """(tokens, layout): the inputs of a scorer."""
-        return self.tokens, self.layout
-
     def rows(self, rows: Sequence[int]) -> "Rollout":
         """-> a rollout of these rows only, cut to the longest of them. Waits for no GPU."""
         device = self.tokens.device
