@@ -61,7 +61,7 @@ def minibatch_rows(batch_size: int, mini_batch_size: int, answers: int) -> list[
     spread = math.gcd(batch_size // mini_batch_size, answers)
     rows = mini_batch_size * spread  # of the prompts that share their minibatches
     return [
-        [row for row in range(first, min(first + rows, batch_size)) if row % answers % spread == part]
+        [row for row in range(first, first + rows) if row % answers % spread == part]
         for first in range(0, batch_size, rows)
         for part in range(spread)
     ]

@@ -77,7 +77,7 @@ class Learner:
         if self.schedule == "constant":
             return self.peak
         falling = self.total_steps - first - warmup
-        progress = min((step - warmup) / max(falling - 1, 1), 1.0)
+        progress = (step - warmup) / max(falling - 1, 1)
         return self.peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
