@@ -4,8 +4,12 @@
 and embeddings, which are nearly all of it, stay in 16 bits; everything else becomes fp32, and so does every
 hidden state. A number of 16 bits is exact in fp32, so results are those of the same weights in fp32, bit for
 bit, under autocast too. With fp32 weights its classes compute as torch's own.
+
+``weights_hash`` says whether two models have the same weights.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable
 
 import torch
@@ -32,6 +36,25 @@ def sharded_and_whole(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Ten
     for x in tensors:
         parts[not isinstance(x, DTensor)].append(x)
     return parts
+
+
+# ---------------------------------------------------------------- fingerprints
+
+
+def short_hash(content: object) -> str:
+    """The hash of anything that JSON can hold -> 12 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+
+def weights_hash(module: nn.Module) -> str:
+    """The hash of all parameters that are not sharded, with their names -> 12 hexadecimal digits. Of a
+    parameter it takes the sum of the bit patterns in fp32, without their order."""
+    sums = [
+        (name, int(p.detach().float().view(torch.int32).sum()))
+        for name, p in module.named_parameters()
+        if not isinstance(p, DTensor)
+    ]
+    return short_hash(sums)
 
 
 # ---------------------------------------------------------------- weights in 16 bits

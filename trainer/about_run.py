@@ -17,8 +17,8 @@ from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.loading import embeddings
 from model.lora import describe as describe_adapters
+from model.weights import short_hash, weights_hash
 from trainer.runs.base import Run
-from trainer.runs.resume import short_hash, weights_hash
 
 if TYPE_CHECKING:  # it has these functions as methods
     from trainer.run import PpoRun

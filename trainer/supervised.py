@@ -27,6 +27,7 @@ from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.loading import load_policy, most_positions
 from model.lora import trained
+from model.weights import short_hash, weights_hash
 from trainer.about_run import describe_texts
 from trainer.compute.batching import tokens_per_pass
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
@@ -39,7 +40,6 @@ from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
 from trainer.runs.optimizer_step import gradients_that_fit, make_optimizer, note_steps, step_if_finite
-from trainer.runs.resume import short_hash, weights_hash
 
 Means = dict[str, float]  # {metric: its mean}
 Items = list[tuple]  # each of lists of ids and one thing more

@@ -13,7 +13,7 @@ from test_invariants import make_run
 from errors import InputError
 from model.critic import CriticModel
 from model.loading import load_policy, load_tokenizer
-from model.weights import HalfEmbedding, HalfLinear, ScoreHead
+from model.weights import HalfEmbedding, HalfLinear, ScoreHead, weights_hash
 from trainer import train_ppo
 from trainer.compute.precision import round_frozen
 from trainer.inputs import DEMO
@@ -21,7 +21,6 @@ from trainer.models import critic_start
 from trainer.rewards.combine import RawScores, Reward, RunningStats, load_reward
 from trainer.rewards.reward_models import conversation_ids, load_reward_model, parse_spec
 from trainer.runs.distributed import World
-from trainer.runs.resume import weights_hash
 
 ALONE = World(0, 1, torch.device("cpu"))
 CPU = torch.device("cpu")

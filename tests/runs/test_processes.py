@@ -16,7 +16,7 @@ from tiny import finish, flags, launch_torchrun, launch_two, read_jsonl
 from transformers import AutoTokenizer
 
 from trainer import train_ppo
-from trainer.runs.distributed import PIECE, World
+from trainer.runs.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
 STEPS = 8
@@ -294,19 +294,12 @@ def test_gradients_are_summed_in_parts_and_one_that_is_missing_is_0(monkeypatch)
     assert parameters[4].grad is None
 
 
-def test_equal_weights_in_another_order_are_different_weights(monkeypatch):
-    """Swapped: neighbours, a number and its negative, pieces of a checksum, parameters; and one bit."""
+def test_weights_that_differ_in_one_bit_or_have_other_names_are_different_weights(monkeypatch):
     sent = []
     monkeypatch.setattr(World, "gather", lambda world, item: sent.append(item) or [item])
-    numbers = torch.arange(1.0, 3 * PIECE + 1)
-    numbers[7] = -numbers[3]
-    order = torch.arange(len(numbers))
-    orders = [order, order, order.clone(), order.clone(), order.roll(PIECE)]
-    orders[2][[0, 1]] = order[[1, 0]]
-    orders[3][[3, 7]] = order[[7, 3]]
-    pairs = [(numbers[order], torch.ones(2)) for order in orders]
-    pairs += [(numbers, torch.tensor([1.0, 1.0000001])), (torch.ones(2), numbers)]
-    for pair in pairs:
+    ones = torch.ones(2)
+    numbers = torch.arange(3.0)
+    for pair in [(numbers, ones), (numbers.clone(), ones), (numbers, ones * 1.0000001), (ones, numbers)]:
         World(0, 2, ALONE.device).check_identical(actor=torch.nn.ParameterList(pair))
     assert sent[0] == sent[1]
-    assert len({checksum["actor"] for checksum in sent}) == len(sent) - 1
+    assert len({checksum["actor"] for checksum in sent}) == 3

@@ -23,10 +23,9 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 
 from errors import InputError, SaidElsewhere, first_line
 from model.loading import as_input_error
-from model.weights import sharded_and_whole
+from model.weights import sharded_and_whole, weights_hash
 
 SUMMED = 1 << 26  # bytes of gradients that are added up at a time: 64 MiB, which are copied
-PIECE = 2**16  # numbers of a tensor that are summed at once, for a checksum
 PATIENCE = timedelta(minutes=30)  # the longest wait for a process that is slow (its reward function) or hangs
 
 T = TypeVar("T")
@@ -100,12 +99,12 @@ class World:
     def check_identical(self, **modules: nn.Module) -> None:
         """End all processes (SystemExit) unless they hold exactly the same weights.
 
-        modules: {name: module}. Checksums are compared, so a difference in the last bit is found, and so are
-        two numbers that have changed places. Of a sharded module its vectors are compared.
+        modules: {name: module}. Checksums are compared, so a difference in the last bit is found. Of a
+        sharded module its vectors are compared.
         """
         if self.size == 1:
             return
-        sums = {name: bits_in_order(module) for name, module in modules.items()}
+        sums = {name: weights_hash(module) for name, module in modules.items()}
         everyone = self.gather(sums)
         if any(other != sums for other in everyone):
             raise SystemExit(
@@ -149,17 +148,6 @@ class World:
             dist.destroy_process_group()
         elif self.size > 1 and self.device.type == "cuda":
             dist.distributed_c10d._abort_process_group()  # destroying it would wait for the others
-
-
-def bits_in_order(module: nn.Module) -> int:
-    """A checksum of the fp32 bit patterns of a module's whole parameters, which depends on every bit and on
-    its place."""
-    sums = []
-    for p in sharded_and_whole(module.parameters())[1]:
-        places = torch.arange(1, PIECE + 1, device=p.device)  # int64: the sum of a piece is below 2 ** 63
-        for bits in p.detach().float().view(torch.int32).flatten().split(PIECE):
-            sums.append((bits * places[: len(bits)]).sum())
-    return hash(tuple(torch.stack(sums).tolist()))
 
 
 def init_world(device: str, require: int = False) -> World:

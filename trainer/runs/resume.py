@@ -6,7 +6,6 @@ with the next batch; the log files are cut back to its step (run_logger.py), lat
 flag that would change the result is refused by name; files are compared by what they hold.
 """
 
-import hashlib
 import json
 import os
 import platform
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 import transformers
 from filelock import FileLock, Timeout
-from torch import nn
 
 from atomic_files import write_whole, writing
 from errors import InputError
@@ -205,15 +203,3 @@ def resume_command(argv: list[str], script: str, folder: Path) -> str:
     resume = ["--resume", str(folder)]
     flags = argv if argv[-2:] == resume else argv + resume  # the last --resume counts
     return quoted([*launcher, Path(__file__).parents[1] / script, *flags])
-
-
-def short_hash(content: object) -> str:
-    """The hash of anything that JSON can hold -> 12 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
-
-
-def weights_hash(module: nn.Module) -> str:
-    """The hash of all parameters with their names -> 12 hexadecimal digits. Of a parameter it takes the sum
-    of the bit patterns in fp32, without their order."""
-    sums = {name: int(p.detach().float().view(torch.int32).sum()) for name, p in module.named_parameters()}
-    return short_hash(list(sums.items()))
