@@ -19,7 +19,7 @@ from model.weights import ScoreHead
 
 
 class CriticModel(nn.Module):
-    """``values[b, p]`` estimates the return after ``tokens[b, : p + 1]`` have been written.
+    """The value at position p estimates the return after the tokens up to p have been written.
 
     ``last_hidden_state`` of ``backbone`` has gone through the final norm, so the head applies none. The head
     starts at zero (equal values everywhere), or at a reward model's score head, as in InstructGPT (Ouyang et
@@ -60,12 +60,8 @@ class CriticModel(nn.Module):
             head.bias.copy_(weight * (bias - getattr(model.config, "reward_offset", 0.0)))
         return critic
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """``tokens`` [B, T], right-padded -> values [B, T] in fp32, autocast or not."""
-        return self.read(self.backbone(tokens, use_cache=False).last_hidden_state)
-
     def read(self, hidden: Tensor) -> Tensor:
-        """Final hidden states [..., hidden] -> values [...] in fp32."""
+        """Final hidden states [..., hidden] -> values [...] in fp32, autocast or not."""
         return self.scale * self.value_head(hidden).squeeze(-1)
 
     @torch.no_grad()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from test_invariants import make_run
-from tiny import tiny_llama
+from tiny import tiny_llama, values_of
 
 from model.critic import CriticModel
 from trainer import train_ppo
@@ -41,12 +41,12 @@ def update(scale, *batches):
 
 def test_another_scale_changes_no_value_and_a_line_maps_all_values():
     critic, tokens = make_critic(), torch.randint(10, (2, 5))
-    before = critic(tokens)
+    before = values_of(critic, tokens)
     critic.rescale(37.0)
-    assert torch.allclose(critic(tokens), before, atol=1e-5)
+    assert torch.allclose(values_of(critic, tokens), before, atol=1e-5)
     assert critic.scale == 37
     critic.map_values(0.5, 2.5)
-    assert torch.allclose(critic(tokens), 0.5 * before + 2.5, atol=1e-5)
+    assert torch.allclose(values_of(critic, tokens), 0.5 * before + 2.5, atol=1e-5)
 
 
 RETURNS = [[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]]  # mean 2, variance 3, and padding
@@ -74,12 +74,12 @@ FIRST = {  # returns, values; the line that maps the values; the variance afterw
 @pytest.mark.parametrize("batches", FIRST.values(), ids=FIRST)
 def test_the_scale_is_the_std_of_the_batches_and_the_first_sets_slope_and_mean(batches):
     critic, tokens = make_critic(), torch.randint(10, (2, 5))
-    scale, wanted = ValueScale(critic), critic(tokens)
+    scale, wanted = ValueScale(critic), values_of(critic, tokens)
     for returns, values, (slope, shift), variance in batches:
         batch = Rows(returns, values)
         update(scale, batch)
         wanted = slope * wanted + shift
-        assert torch.allclose(critic(tokens), wanted, atol=1e-5)
+        assert torch.allclose(values_of(critic, tokens), wanted, atol=1e-5)
         assert torch.allclose(batch.values, batch.mask * (slope * torch.tensor(values) + shift), atol=1e-6)
         assert critic.scale == pytest.approx(math.sqrt(variance))
 
@@ -113,12 +113,12 @@ def test_how_the_scale_follows_the_batches(stds, variance):
 
 def test_returns_and_values_that_are_no_numbers_leave_the_critic_alone():
     critic, tokens = make_critic(), torch.randint(10, (2, 5))
-    scale, before = ValueScale(critic), critic(tokens)
+    scale, before = ValueScale(critic), values_of(critic, tokens)
     broken = Rows([[1.0, 2.0, 5.0], [1.0, 0.0, 0.0]])
     broken.values[0, 1] = torch.nan
     huge = [[1e20, 2e20, 5e20], [1e20, 0.0, 0.0]]  # the critic is right, but the squares are too large
     update(scale, Rows([[1.0, math.nan, 5.0], [1.0, 0.0, 0.0]]), broken, Rows(huge, huge))
-    assert critic(tokens).equal(before)
+    assert values_of(critic, tokens).equal(before)
     assert (scale.batches, critic.scale) == (0, 1.0)
 
 

@@ -57,6 +57,11 @@ def tiny_llama(vocab_size, seed=0, spread=1.0, **more):
     return model
 
 
+def values_of(critic, tokens):
+    """The values [B, T] at all positions of tokens [B, T], right-padded."""
+    return critic.read(critic.backbone(tokens, use_cache=False).last_hidden_state)
+
+
 def save_policy_dir(folder, tokenizer, **more):
     """Save a random policy with its tokenizer as a Hugging Face directory -> its path as text."""
     tiny_llama(len(tokenizer), **more).save_pretrained(folder)

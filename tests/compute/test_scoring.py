@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny_llama
+from tiny import tiny_llama, values_of
 
 from model.critic import CriticModel
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
@@ -34,7 +34,7 @@ def test_the_value_of_a_token_is_read_one_position_before_it(critic):
     assert pack_sequences(critic.backbone)
     values, _ = ValueScorer(critic)(TOKENS, Layout.of_responses(PROMPTS, RESPONSES))
     for row, (start, count) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-        whole = plain(TOKENS[row, None, : start + count])[0]
+        whole = values_of(plain, TOKENS[row, None, : start + count])[0]
         assert values[row, :count].tolist() == pytest.approx(whole[start - 1 : -1].tolist(), abs=1e-5)
         assert (values[row, count:] == 0).all()
 

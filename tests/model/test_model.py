@@ -10,7 +10,7 @@ import tiny
 import torch
 import transformers as T
 from huggingface_hub import constants
-from tiny import ROOT
+from tiny import ROOT, values_of
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers.utils import logging as hf_logging
@@ -233,7 +233,7 @@ def test_dropout_is_off_in_what_is_loaded_and_in_its_critic(kind, tmp_path):
     assert torch.equal(model.train()(tokens).logits, model.eval()(tokens).logits)
     critic = CriticModel.from_model(model).train()
     nn.init.normal_(critic.value_head.weight)
-    assert torch.equal(critic(tokens), critic.eval()(tokens))
+    assert torch.equal(values_of(critic, tokens), values_of(critic.eval(), tokens))
 
 
 def tiny_reward():
@@ -244,7 +244,7 @@ def tiny_reward():
 def test_a_critic_reads_the_last_states_and_starts_at_0_or_with_its_reward_models_opinion(make):
     model, tokens = make().requires_grad_(False), random_tokens(2, 7)
     critic = CriticModel.from_model(model)
-    values = critic(tokens)
+    values = values_of(critic, tokens)
     assert values.shape == (2, 7) and values.dtype == torch.float32
     if make is tiny_reward:
         torch.testing.assert_close(values[:, -1:], model(tokens).logits)
@@ -258,9 +258,9 @@ def test_a_critic_reads_the_last_states_and_starts_at_0_or_with_its_reward_model
     nn.init.constant_(critic.value_head.bias, 0.5)
     with torch.no_grad():
         hidden = model.base_model(tokens).last_hidden_state
-        torch.testing.assert_close(critic(tokens), hidden @ critic.value_head.weight[0] + 0.5)
+        torch.testing.assert_close(values_of(critic, tokens), hidden @ critic.value_head.weight[0] + 0.5)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert critic(tokens).dtype == torch.float32
+            assert values_of(critic, tokens).dtype == torch.float32
 
 
 def test_ends_and_a_tokenizer_that_fits():
