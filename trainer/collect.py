@@ -19,7 +19,7 @@ from trainer.compute.batching import send
 from trainer.compute.memory import free_unused_memory
 from trainer.compute.rollout_data import Rollout
 from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import response_texts
+from trainer.generation.stops import decode, response_texts
 from trainer.rewards.combine import Parts, RawScores, Reward, modules_of
 from trainer.rewards.reward_function import Request
 
@@ -130,7 +130,7 @@ def token_places(
 
     @cache
     def decoded(count):
-        return tokenizer.decode(ids[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return decode(tokenizer, ids[:count])
 
     def place(offset):
         if offset is None or offset >= len(text):

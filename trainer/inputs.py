@@ -38,6 +38,7 @@ from trainer.default_rates import suited_rate
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import response_texts
 from trainer.memory_plan import check_loading
 from trainer.options.offline import load_logged
 from trainer.runs.distributed import World
@@ -198,7 +199,7 @@ def choose_reasoning(
                 seed = 0  # not --seed: rewards must not depend on it
                 keys = noise_keys(seed, FIRST_ANSWERS, range(len(ids)))
                 rollout = Sampler(actor).sample(ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
-                answers = tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
+                answers = response_texts(rollout, tokenizer)
         answers = world.from_main(answers)
     args.reasoning = int(have_format(answers))
     count = sum(ANSWER in text for text in answers)

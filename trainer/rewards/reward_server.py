@@ -19,7 +19,7 @@ from urllib.error import HTTPError
 
 from tqdm import tqdm
 
-from errors import InputError
+from errors import InputError, first_line
 from trainer.rewards.reward_function import Request
 
 BATCH = 64  # responses in one request
@@ -72,7 +72,7 @@ class RewardServer:
                 if error.code < 500 and error.code not in (408, 429):  # timeout, too many requests: try again
                     raise InputError(f"--reward_url {self.url}: it refuses the request ({reason})") from None
             except (OSError, HTTPException, ValueError) as error:  # ValueError: the reply is not JSON
-                reason = str(error) or type(error).__name__
+                reason = first_line(error)
             if pause:
                 tqdm.write(f"note: --reward_url: {reason}; asking again in {pause:g} s", file=sys.stderr)
                 time.sleep(pause)
