@@ -59,7 +59,6 @@ class SamplerCopy:
     """``model`` is the copy that samples. policy: has no adapters; dtype, device: of the copy's weights.
 
     ``load`` copies the weights of a policy of the same architecture into it, with adapters, if any, merged.
-    It raises KeyError if that policy lacks a weight.
     """
 
     def __init__(self, policy: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
@@ -122,11 +121,8 @@ class SamplerCopy:
         for storage, size in self.storages:
             if not storage.nbytes():
                 storage.resize_(size)
-        missing = dict(self.places)
         for name, x in merged(policy):
-            for place in missing.pop(name, ()):
+            for place in self.places.get(name, ()):
                 place.copy_(x)
-        if missing:
-            raise KeyError(f"the policy has no {', '.join(missing)}")
         for layer in self.joined:
             layer.pack()
