@@ -166,7 +166,7 @@ def rows_to_add(count: int, weight: Tensor) -> int:
 class LossScale:
     """The loss scale of a run in fp16, for actor and critic alike: a power of two by which losses, and with
     them all gradients, are multiplied, because fp16 has no number between 0 and 6e-8. The gradients of the
-    weights, in fp32, are divided by it again before they are clipped. In other types nothing is multiplied.
+    weights, in fp32, are divided by it again before they are clipped. In other types it is 1.
     Micikevicius et al. 2018, arXiv:1710.03740, section 3.2; the numbers are those of torch's GradScaler.
     """
 
@@ -174,10 +174,6 @@ class LossScale:
         self.active = dtype == torch.float16
         self.value = FIRST_SCALE if self.active else 1.0
         self.good_steps = 0
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """-> the loss to call ``backward`` on."""
-        return loss * self.value if self.active else loss
 
     def unscale(self, model: nn.Module) -> None:
         """Divide a model's gradients by the scale, in place."""

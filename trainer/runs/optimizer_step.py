@@ -67,7 +67,7 @@ def backward(run: Run, sources: list[GradientSource], token_budget: int) -> Metr
 
     def learn_from(loss_of: Callable, rows: list[int]) -> None:
         loss, metrics = loss_of(rows)
-        run.loss_scale.scaled(loss).backward()
+        (loss * run.loss_scale.value).backward()
         sums.merge(metrics)
 
     for lengths, loss_of in sources:
