@@ -205,9 +205,6 @@ def learn(run: SupervisedRun, step: int, items: Items) -> StepLog:
     learner = run.learners["model"]
     source = (lengths, lambda rows: run.loss([items[i] for i in rows], totals))
     means = gradients_that_fit(run, [source]).means(world)
-    for p in run.trained.parameters():
-        if p.grad is None:  # of an expert that no token reached
-            p.grad = torch.zeros_like(p)
     taken = step_if_finite(run, learner, means["train/loss"], step)
     note_steps(run, [taken])
     seconds = time.perf_counter() - start
