@@ -22,5 +22,5 @@ def suited_rate(kind: str, parameters: int, lora: bool = False) -> float:
     kind: "actor", "critic", "sft" or "reward"; lora: only adapters beside these parameters train.
     """
     sizes, rates = np.log(SUITED[kind]).T
-    rate = math.exp(np.interp(math.log(max(parameters, 1)), sizes, rates))
+    rate = math.exp(np.interp(math.log(parameters), sizes, rates))
     return float(f"{rate * (LORA_FACTOR if lora else 1):.1e}")

@@ -126,7 +126,7 @@ class Sampler:
             self.sizes = sizes
             model = self.copy.model
             rows, width, _ = sizes
-            most = rows if self.graphs.asynchronous else rows + -rows % ROW_MULTIPLE
+            most = rows + -rows % ROW_MULTIPLE
             sequence = width * bytes_per_token(model.config, model.dtype.itemsize)
             self.tried = min(self.slots, most, max(1, self.cache_bytes // sequence))
             self.engine = Engine(model, self.tried, sizes, ends, self.graphs)
