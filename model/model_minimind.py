@@ -237,4 +237,4 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     kind: Any = LlamaConfig if config.minimind_version == 2 else Qwen3Config
     names = kind.__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
     fields = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    return kind(**fields, minimind_version=config.minimind_version)
+    return kind(**fields)

@@ -106,9 +106,7 @@ class SftRun(SupervisedRun):
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        config = plain_config(minimind)
-        del config.minimind_version  # it never was one
-        return AutoModelForCausalLM.from_config(config).eval()
+        return AutoModelForCausalLM.from_config(plain_config(minimind)).eval()
 
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         args = self.args
