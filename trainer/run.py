@@ -182,8 +182,7 @@ class PpoRun(Run):
         if args.offline_data_path:
             self.display = displays.OFFLINE
             if self.held_out and not self.held_out_pairs:  # answers to its prompts are compared
-                judged = args.eval_reward_fn or args.eval_reward_model
-                best = self.best.metric.removeprefix("eval/") or ("judge" if judged else "accuracy")
+                best = "judge" if self.judge.names else "accuracy"
                 self.display = replace(displays.OFFLINE, tested="prompts", best=best)
         self.advantage_scale = AdvantageScale()
         self.kl = KlTarget(args, learner, args.batch_size * self.world.size)
