@@ -30,7 +30,7 @@ from trainer.runs.base import Run, quoted
 LENGTH = ("epochs", "max_steps")  # the flags that say how long a run is
 REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other places, but not come or go
 Config = dict[str, Any]  # what config.json has
-CHOSEN = ("missing_eos_penalty",)  # flags that a run chooses when it begins, where they are not given
+CHOSEN = "missing_eos_penalty"  # the flag that a run chooses when it begins, where it is not given
 
 
 # ------------------------------------------------------------------------------------------ the run folder
@@ -150,7 +150,8 @@ def write_config(run: Run, folder: RunFolder, argv: list[str]) -> None:
     if folder.checkpoint or held.exists():  # it is there too if the run was killed before its first one
         with as_input_error(f"--resume: {held} does not fit"):
             old = json.loads(held.read_bytes())
-            config |= {name: old.get(name) for name in CHOSEN if config.get(name, 0) is None}
+            if config.get(CHOSEN, 0) is None:
+                config[CHOSEN] = old.get(CHOSEN)
             folder.notes += check_same_run(old, config, run.args.declared)
             config["run_id"] = old.get("run_id", config["run_id"])
     folder.config = config
