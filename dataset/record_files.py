@@ -48,7 +48,6 @@ class LineRecords:
             file = _temporary(path, (json.dumps(element).encode() + b"\n" for element in elements))
         self._file = file
         self._starts = array("Q")  # of the lines that are not blank, and the end of the file
-        file.seek(0)
         place = 0
         for line in file:
             if not line.isspace():
