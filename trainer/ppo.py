@@ -151,8 +151,7 @@ def moments(x: Tensor, mask: Tensor) -> Tensor:
 def mean_std(total: Tensor) -> tuple[float, float]:
     """``moments`` summed over all processes -> (mean, population standard deviation) as floats. The deviation
     is 0 where it is only rounding: below a millionth of the mean."""
-    numbers: list[float] = total.tolist()
-    sum_, squares, count = numbers
+    sum_, squares, count = total.tolist()
     mean = sum_ / count
     std = math.sqrt(max(squares / count - mean * mean, 0.0))
     return mean, 0.0 if std <= ROUNDING * abs(mean) else std
