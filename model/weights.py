@@ -40,6 +40,8 @@ def sharded_and_whole(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Ten
 
 # ---------------------------------------------------------------- fingerprints
 
+PIECE = 2**16  # numbers of a parameter that are summed at once
+
 
 def short_hash(content: object) -> str:
     """The hash of anything that JSON can hold -> 12 hexadecimal digits."""
@@ -47,14 +49,18 @@ def short_hash(content: object) -> str:
 
 
 def weights_hash(module: nn.Module) -> str:
-    """The hash of all parameters that are not sharded, with their names -> 12 hexadecimal digits. Of a
-    parameter it takes the sum of the bit patterns in fp32, without their order."""
-    sums = [
-        (name, int(p.detach().float().view(torch.int32).sum()))
-        for name, p in module.named_parameters()
-        if not isinstance(p, DTensor)
-    ]
-    return short_hash(sums)
+    """The hash of all parameters that are not sharded, with their names -> 12 hexadecimal digits. It depends
+    on every bit of their numbers in fp32, and on its place."""
+    names = []
+    sums = []
+    for name, p in module.named_parameters():
+        if isinstance(p, DTensor):
+            continue
+        names.append(name)
+        places = torch.arange(1, PIECE + 1, device=p.device)  # int64: the sum of a piece is below 2 ** 63
+        for bits in p.detach().float().view(torch.int32).flatten().split(PIECE):
+            sums.append((bits * places[: len(bits)]).sum())
+    return short_hash([names, torch.stack(sums).tolist()])
 
 
 # ---------------------------------------------------------------- weights in 16 bits

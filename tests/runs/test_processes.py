@@ -15,6 +15,7 @@ from test_resume import steps_in, wait_for_steps
 from tiny import finish, flags, launch_torchrun, launch_two, read_jsonl
 from transformers import AutoTokenizer
 
+from model.weights import PIECE
 from trainer import train_ppo
 from trainer.runs.distributed import World
 
@@ -165,7 +166,9 @@ def test_two_processes_with_experts_tied_weights_and_adapters_equal_one(files, t
     same_metrics(one, two, {*SAME.split()}, abs=1e-3)
 
 
-DRIFT = """from trainer.runs.distributed import World
+DRIFT = """from model.weights import PIECE
+from trainer import train_ppo
+from trainer.runs.distributed import World
 def drift(world, actor, critic, check=World.check_identical):
     w = actor.get_input_embeddings().weight.data  # one bit of one weight
     w[3, 3] = w[3, 3].nextafter(w.new_tensor(9.0))
@@ -294,12 +297,19 @@ def test_gradients_are_summed_in_parts_and_one_that_is_missing_is_0(monkeypatch)
     assert parameters[4].grad is None
 
 
-def test_weights_that_differ_in_one_bit_or_have_other_names_are_different_weights(monkeypatch):
+def test_equal_weights_in_another_order_are_different_weights(monkeypatch):
+    """Swapped: neighbours, a number and its negative, pieces of a checksum, parameters; and one bit."""
     sent = []
     monkeypatch.setattr(World, "gather", lambda world, item: sent.append(item) or [item])
-    ones = torch.ones(2)
-    numbers = torch.arange(3.0)
-    for pair in [(numbers, ones), (numbers.clone(), ones), (numbers, ones * 1.0000001), (ones, numbers)]:
+    numbers = torch.arange(1.0, 3 * PIECE + 1)
+    numbers[7] = -numbers[3]
+    order = torch.arange(len(numbers))
+    orders = [order, order, order.clone(), order.clone(), order.roll(PIECE)]
+    orders[2][[0, 1]] = order[[1, 0]]
+    orders[3][[3, 7]] = order[[7, 3]]
+    pairs = [(numbers[order], torch.ones(2)) for order in orders]
+    pairs += [(numbers, torch.tensor([1.0, 1.0000001])), (torch.ones(2), numbers)]
+    for pair in pairs:
         World(0, 2, ALONE.device).check_identical(actor=torch.nn.ParameterList(pair))
     assert sent[0] == sent[1]
-    assert len({checksum["actor"] for checksum in sent}) == 3
+    assert len({checksum["actor"] for checksum in sent}) == len(sent) - 1

@@ -99,8 +99,8 @@ class World:
     def check_identical(self, **modules: nn.Module) -> None:
         """End all processes (SystemExit) unless they hold exactly the same weights.
 
-        modules: {name: module}. Checksums are compared, so a difference in the last bit is found. Of a
-        sharded module its vectors are compared.
+        modules: {name: module}. Checksums are compared, so a difference in the last bit is found, and so are
+        two numbers that have changed places. Of a sharded module its vectors are compared.
         """
         if self.size == 1:
             return
