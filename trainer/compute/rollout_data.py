@@ -42,7 +42,7 @@ class Rollout:
     scores: Tensor = LATER  # [B] the rewards' sum
     step_rewards: Tensor | None = None  # [B, R] what of it belongs to tokens inside the response
     ref_logprobs: Tensor = LATER  # [B, R]
-    old_logprobs: Tensor = LATER  # [B, R] of the training forward, on a CPU in fp32 the sampler's
+    old_logprobs: Tensor = LATER  # [B, R] of the training forward, or the sampler's (``sampler_has_scored``)
     values: Tensor = LATER  # [B, R] with a critic
     importance_weights: Tensor = LATER  # [B, R] what sampler and old log-probs make of the loss
     counted: Tensor = LATER  # [B, R] bool, which tokens the policy loss is of
