@@ -110,20 +110,24 @@ def mlp_forward(mlp: Any, x: Tensor) -> Tensor:
     return mlp.down_proj(differentiable(forward, gradient, gate, up))
 
 
+def _cache_of(kwargs):
+    """The ``KVCache`` of a forward, or None. It is called "cache" from transformers 5.24 on."""
+    return kwargs.get("cache", kwargs.get("past_key_values"))
+
+
 def attention_forward(
     layer: Any,
     hidden_states: Tensor,
     position_embeddings: Sequence[Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """``forward`` of attention in Llama, Qwen2 and Qwen3: states [B, T, H] -> ([B, T, H], None).
-    past_key_values: a ``KVCache`` or None."""
+    """``forward`` of attention in Llama, Qwen2 and Qwen3: states [B, T, H] -> ([B, T, H], None)."""
+    cache = _cache_of(kwargs)
     cos, sin = (x[:, :, None] for x in position_embeddings)
     window = getattr(layer, "sliding_window", None)
-    if getattr(past_key_values, "fused", False) and past_key_values.positions is not None:
-        out = past_key_values.attend(layer, layer.qkv(hidden_states), cos, sin, window)
+    if getattr(cache, "fused", False) and cache.positions is not None:
+        out = cache.attend(layer, layer.qkv(hidden_states), cos, sin, window)
     else:
         query, key, value = _heads(layer, hidden_states)
         out = rotated_attention(query, key, value, cos, sin, kwargs.get("packing"), window, layer.scaling)
@@ -131,8 +135,8 @@ def attention_forward(
             query = _rotate(query, cos, sin).transpose(1, 2)
             key = _rotate(key, cos, sin).transpose(1, 2)
             value = value.transpose(1, 2)
-            if past_key_values is not None:
-                key, value = past_key_values.update(key, value, layer.layer_idx)
+            if cache is not None:
+                key, value = cache.update(key, value, layer.layer_idx)
             out, _ = attention(
                 layer,
                 query,
@@ -162,7 +166,7 @@ def _heads(layer, x):
 def layer_forward(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """``forward`` of a decoder layer: y = x + attention(norm(x)) -> y + feed-forward(norm(y)). While a GPU
     decodes, the next layer adds the last term (``KVCache.delta``): its norm does so in the same kernel."""
-    cache: Any = kwargs.get("past_key_values")
+    cache = _cache_of(kwargs)
 
     def forward(x):
         x, normed = _add_norm(x, getattr(cache, "delta", None), layer.input_layernorm)

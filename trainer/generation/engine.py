@@ -8,6 +8,7 @@ prefilled into the slots behind. The sampled tokens do not depend on any of this
 sampling.py. What ends a response: stops.py.
 """
 
+import inspect
 from collections import defaultdict
 from functools import partial
 
@@ -150,6 +151,8 @@ class Engine:
         self.slots = slots
         self.ends = ends
         self.cache = KVCache(model, slots, width)
+        names = inspect.signature(model.base_model.forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"  # before transformers 5.24
         self.graphs = graphs
         self.device = model.device
         eos_ids, self.least, stops = ends
@@ -245,7 +248,7 @@ class Engine:
 
     def _hidden_states(self, tokens, positions, masks):
         return self.model.base_model(
-            input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=self.cache
+            input_ids=tokens, position_ids=positions, attention_mask=masks, **{self.cache_name: self.cache}
         ).last_hidden_state
 
     def _sample_and_store(self, slots, states):
