@@ -35,6 +35,7 @@ def run(name, device):
         except Exception as error:
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"[:500]}
+            print(f"error: a case of {name}: {found['error'].splitlines()[0]}", flush=True)
         results += found if isinstance(found, list) else [found]
         write_results(f"{name}_{device}", {**facts, "results": results})
     failed = any("error" in result for result in results)

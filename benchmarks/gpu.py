@@ -14,6 +14,7 @@ the peers TRL and vLLM.
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,7 @@ SECONDS = {  # a part's limit
 }
 NEEDS = {"kernel_tests": "pytest", "tests": "pytest", "demo": "matplotlib"}
 LEAST = 40  # a part is not started with fewer seconds left
+KEPT = re.compile(r"## |\||error: |FAILED |ERROR |\d+ (passed|failed)")  # lines of the log: for gpu.md
 PATIENCE = 15  # seconds that a part has to end after it was interrupted
 
 
@@ -49,8 +51,8 @@ def command(part):
 
 
 def run_part(part, seconds, log):
-    """Run it for at most so many seconds -> "ok", "failed", "out of time", or what it needs. What it prints
-    goes to the log as well."""
+    """Run it for at most so many seconds -> "ok", "failed", "ended by signal N", "out of time", or what it
+    needs. What it prints goes to the log as well."""
     if part in NEEDS and not installed(NEEDS[part]):
         return f"needs {NEEDS[part]}"
     process = subprocess.Popen(
@@ -70,7 +72,9 @@ def run_part(part, seconds, log):
                 break
     if not ended:
         return "out of time"
-    return "ok" if process.returncode == 0 else "failed"
+    if process.returncode < 0:
+        return f"ended by signal {-process.returncode}"
+    return "failed" if process.returncode else "ok"
 
 
 def follow(process, seconds, log):
@@ -92,12 +96,12 @@ def copy_output(source, log):
 
 
 def write_page(text, log, begun):
-    """gpu.md: this text, then the tables in the log from ``begun`` on. -> its path"""
+    """gpu.md: this text, then the tables and what has failed in the log from ``begun`` on. -> its path"""
     page = [f"# {machine()}", text]
     log.seek(begun)
     for line in log.read().splitlines():
-        if line.startswith(("## ", "|")):
-            page.append(f"\n{line}\n" if line.startswith("## ") else line)
+        if KEPT.match(line):
+            page.append(line if line.startswith("|") else f"\n{line}\n")
     path = RESULTS / "gpu.md"
     path.write_text("\n".join(page) + "\n", encoding="utf-8")
     return path

@@ -153,7 +153,7 @@ def test_the_parts_for_a_gpu_end_in_time_and_keep_what_they_had(benchmark, monke
     monkeypatch.setattr(gpu, "command", lambda part: [*start, f"import os, signal, sys, time; {PARTS[part]}"])
     monkeypatch.setattr(gpu, "PATIENCE", 3)
     ended = [gpu.run_part(part, 5 if part in ("slow", "deaf") else 60, log) for part in PARTS]
-    assert ended == ["ok", "failed", "failed", "out of time", "out of time"]
+    assert ended == ["ok", "failed", "ended by signal 9", "out of time", "out of time"]
     assert log.getvalue().splitlines() == [str(tmp_path / "gpu.json"), "interrupted", "deaf"]
     monkeypatch.setenv("ALL_RESULTS", str(tmp_path / "gpu.json"))
     for name, cases in (("good", [1, 2]), ("slow", [1])):
@@ -162,6 +162,10 @@ def test_the_parts_for_a_gpu_end_in_time_and_keep_what_they_had(benchmark, monke
     assert {name: found["results"] for name, found in results.items()} == {"good": [1, 2], "slow": [1]}
     monkeypatch.setattr(gpu, "installed", lambda name: False)
     assert gpu.run_part("tests", 60, log) == "needs pytest"
+    said = "before\n## update, cuda\n\n| x |\n|---|\n| 1 |\nstep 3\nFAILED a.py - c\n1 failed in 3 s\n"
+    page = gpu.write_page("| part |", io.StringIO(said), begun=len("before\n")).read_text()
+    wanted = "\n## update, cuda\n\n| x |\n|---|\n| 1 |\n\nFAILED a.py - c\n\n\n1 failed in 3 s\n\n"
+    assert page.partition("| part |\n")[2] == wanted
 
 
 def test_a_case_that_fails_leaves_the_others(benchmark, monkeypatch, capsys):
@@ -177,7 +181,9 @@ def test_a_case_that_fails_leaves_the_others(benchmark, monkeypatch, capsys):
     cases[:] = [lambda: {"error": "no luck"}]
     monkeypatch.setitem(sys.modules, "smoke", module)
     assert not main.run("smoke", "cpu")  # a check that failed is a line, and the part has failed
-    assert "| x |\n|---|\n| 1 |\n| 2 |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "error: a case of generation: ZeroDivisionError: division by zero\n" in said
+    assert "| x |\n|---|\n| 1 |\n| 2 |" in said
 
 
 def test_what_cannot_be_measured_is_said_in_one_line(benchmark, capsys):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from trainer.compute.batching import send
 from trainer.runs.distributed import World
 
 Number = Tensor | float
@@ -66,6 +67,7 @@ Loss = tuple[Tensor, Metrics]  # a micro-batch's share of a minibatch's loss, an
 
 def together(numbers: list[Number], device: torch.device) -> Tensor:
     """Numbers and tensors of one element -> fp64 [n] on the device. The host waits for no GPU."""
-    return torch.stack(
-        [torch.as_tensor(x, dtype=torch.float64).to(device, non_blocking=True) for x in numbers]
-    )
+    plain = torch.tensor([x for x in numbers if not isinstance(x, Tensor)], dtype=torch.float64)
+    sent = iter(send(plain, device))  # in one copy
+    tensors = [x if isinstance(x, Tensor) else next(sent) for x in numbers]
+    return torch.stack([x.to(device, torch.float64, non_blocking=True) for x in tensors])
