@@ -191,3 +191,9 @@ def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(
         train_ppo.main(argv_of(files | more, tmp_path / "other", max_steps=1, best_metric="loss"))
     found.discard("eval/judge_std")  # of no use to choose by
     assert set(str(caught.value).partition("choose one of ")[2].split(", ")) == found
+
+
+def test_a_damaged_file_of_the_best_is_refused(tmp_path):
+    (tmp_path / "best.json").write_text('{"step": 1')
+    with pytest.raises(InputError, match=r"best\.json: is damaged; delete it"):
+        best_so_far(tmp_path, Best(), None)

@@ -124,7 +124,7 @@ def start_or_resume(run: Run, about: str, argv: list[str]) -> Logger:
 
 def log_step(run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: Rows) -> None:
     """Log a step's metrics and {file: rows to keep}. It is called between two steps."""
-    gc.collect()  # see ``collecting_new_objects``
+    gc.collect()  # see ``collected_between_steps``
     with run.world.all_or_none():
         logger.log(step, metrics, rows)
 
@@ -145,16 +145,23 @@ def save(run: Run, logger: Logger) -> None:
 
 
 @contextmanager
-def collecting_new_objects() -> Iterator[None]:
-    """In this block Python's garbage collector looks only at objects that the run has made since it began to
-    train: models and data stay as long as the run. ``log_step`` calls it between two steps.
+def collected_between_steps() -> Iterator[None]:
+    """In this block Python's garbage collector works between two steps only. Afterwards it is as before.
+
+    By itself it works whenever enough new objects were made: in the middle of a step, while a GPU waits.
+    ``log_step`` calls it, and it then looks only at objects that the run has made since it began to train:
+    models and data stay as long as the run.
     """
+    before = gc.isenabled()
     gc.collect()
     gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
         gc.unfreeze()
+        if before:
+            gc.enable()
 
 
 @contextmanager
@@ -162,7 +169,7 @@ def ending(run: Run, logger: Logger) -> Iterator[None]:
     """After this block, in which a run trains, the summary is written. If it stops early, by bad input or a
     signal, say how to go on too. The log files are closed in any case."""
     try:
-        with sleep_when_busy(run.world.device.type), collecting_new_objects():
+        with sleep_when_busy(run.world.device.type), collected_between_steps():
             yield
         logger.summary()
     except (InputError, SystemExit):

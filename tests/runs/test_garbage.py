@@ -1,4 +1,4 @@
-"""Python's garbage collector: it leaves alone what a run begins with, and memory does not grow."""
+"""Python's garbage collector: it works between steps only, and memory does not grow."""
 
 import gc
 import weakref
@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import read_jsonl, run_files, train
 
-from trainer.loop import collecting_new_objects, log_step
+from trainer.loop import collected_between_steps, log_step
 from trainer.runs.distributed import World
 from trainer.runs.run_logger import NullLogger
 
@@ -20,7 +20,7 @@ import torch
 def score(prompts, responses, answers):
     tensors = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
     with open(os.environ["SEEN"], "a") as file:
-        file.write(json.dumps(tensors) + "\\n")
+        file.write(json.dumps([gc.isenabled(), tensors]) + "\\n")
     return [0.1 * len(r) for r in responses]
 """
 
@@ -30,31 +30,37 @@ class Circle:
         self.own = self
 
 
-def test_circles_are_freed_between_steps_and_what_was_there_before_afterwards():
-    old = Circle()
-    left = weakref.ref(old)
-    with pytest.raises(ZeroDivisionError), collecting_new_objects():
-        del old
+def test_circles_are_freed_between_steps_and_not_before_and_afterwards_it_is_as_before():
+    with collected_between_steps():
+        assert not gc.isenabled()
         circle = Circle()
         seen = weakref.ref(circle)
         del circle
+        garbage = [[] for _ in range(10_000)]  # would make Python look for garbage
+        assert seen() is not None
         log_step(SimpleNamespace(world=World(0, 1, torch.device("cpu"))), NullLogger(), 1, {}, {})
         assert seen() is None
-        assert left() is not None
-        raise ZeroDivisionError
-    assert gc.get_freeze_count() == 0
-    gc.collect()
-    assert left() is None
+    assert garbage
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
+    gc.disable()
+    try:
+        with pytest.raises(ZeroDivisionError), collected_between_steps():
+            raise ZeroDivisionError
+        assert (gc.isenabled(), gc.get_freeze_count()) == (False, 0)
+    finally:
+        gc.enable()
 
 
-def test_a_run_keeps_nothing_from_step_to_step(tmp_path, monkeypatch):
-    """The reward function looks: no tensors are left over from step to step. (In the third step the actor
-    begins to train, and its optimizer makes its moments.)"""
+def test_a_run_collects_nothing_in_a_step_and_keeps_nothing(tmp_path, monkeypatch):
+    """The reward function looks: the collector is off, and no tensors are left over from step to step. (In
+    the third step the actor begins to train, and its optimizer makes its moments.)"""
     files = run_files(tmp_path)
     (tmp_path / "look.py").write_text(LOOKS)
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 8, "epochs": 9}
     train(**files | {"reward_fn": f"{tmp_path / 'look.py'}:score"}, **sizes, out_dir=tmp_path / "out")
-    tensors = read_jsonl(tmp_path / "seen")
-    assert len(tensors) == 8 and tensors[0] > 0
+    enabled, tensors = zip(*read_jsonl(tmp_path / "seen"), strict=True)
+    assert enabled == (False,) * 8
+    assert tensors[0] > 0
     assert len(set(tensors[4:])) == 1
+    assert gc.isenabled()

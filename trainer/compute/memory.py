@@ -105,9 +105,10 @@ def out_of_memory_error(length: int) -> InputError:
 def keep_freed_memory() -> None:
     """On Linux, make the C library keep memory that tensors free, instead of giving it back to the system.
 
-    A page that the system has to find and clear costs a CPU more time than computing what goes into it.
+    A page that the system has to find and clear costs a CPU more time than computing what goes into it. Where
+    the user has set MALLOC_… variables, nothing is changed.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: the largest possible; larger blocks are still given back

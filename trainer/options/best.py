@@ -76,11 +76,14 @@ def first_best(run: Any) -> Best:
 
 def best_so_far(folder: Path, best: Best, logger: Any) -> Best:
     """What was the best when the run of this folder stopped; ``best`` if there was none, or if it cannot be
-    compared with evaluations to come, which the logger then says."""
+    compared with evaluations to come, which the logger then says. Raises InputError for a damaged file."""
     path = folder / EVALUATION
     if not path.exists():
         return best
-    found = Best(**json.loads(path.read_bytes()))
+    try:
+        found = Best(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError):
+        raise InputError(f"{path}: is damaged; delete it, then the best begins anew") from None
     if best.follows(found):
         return found
     logger.say("note: the best so far was evaluated otherwise; it begins anew")

@@ -188,6 +188,8 @@ def load(path: Path, run: Run) -> None:
 @torch.no_grad()
 def _fill(x: Tensor, stored: Tensor) -> None:
     """Copy a stored tensor, or the rows that this process has of it, into ``x``."""
+    if stored.shape != x.shape:
+        raise ValueError(f"shapes {list(stored.shape)} and {list(x.shape)} differ")
     if isinstance(x, DTensor):
         stored = distribute_tensor(stored.to(x.device), x.device_mesh, x.placements, src_data_rank=None)
     local_part(x).copy_(local_part(stored))
