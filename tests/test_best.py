@@ -12,7 +12,7 @@ from tiny import DIE, finish, flags, launch, load_weights, read_jsonl, run_files
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
-from trainer.options.best import Best, usual_metric
+from trainer.options.best import Best, best_so_far, usual_metric
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 6, "epochs": 9}
 SIZES |= {"device": "cpu", "log_interval": 1000, "critic_warmup_steps": 0, "dtype": "float32"}

@@ -167,9 +167,7 @@ def test_two_processes_with_experts_tied_weights_and_adapters_equal_one(files, t
     same_metrics(one, two, {*SAME.split()}, abs=1e-3)
 
 
-DRIFT = """from model.weights import PIECE
-from trainer import train_ppo
-from trainer.runs.distributed import World
+DRIFT = """from trainer.runs.distributed import World
 def drift(world, actor, critic, check=World.check_identical):
     w = actor.get_input_embeddings().weight.data  # one bit of one weight
     w[3, 3] = w[3, 3].nextafter(w.new_tensor(9.0))
