@@ -49,12 +49,6 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
     },
     "trainer/ppo.py": {
         "float32 is the default": ["rewards = torch.zeros(mask.shape, device=mask.device)"],
-        "where all values are 0, only gamma * lambda counts": [
-            "return gae(rewards, torch.zeros_like(rewards), mask, 1.0, gamma)[1]"
-        ],
-        "with lambda 1 the values cancel out": [
-            "return gae(rewards, torch.ones_like(rewards), mask, gamma, 1.0)[1]"
-        ],
         EXACTLY: [
             "return torch.where(differences.abs() <= ROUNDING * size, 0.0, differences)",
             "return mean, 0.0 if std < ROUNDING * abs(mean) else std",

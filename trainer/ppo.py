@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.compute.batching import send
 from trainer.compute.rollout_data import Rollout
 
 Sum = Callable[[Tensor], Tensor]  # a tensor -> the sum of every process' tensor
@@ -63,24 +62,29 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16), all [B, R] -> (advantages, returns).
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  the value after the last token
-    is 0. Returns = A + V. Both are 0 on padding. The sums run on the CPU, a column at a time: a GPU takes
-    longer to start such a small operation than a CPU to do it.
+    is 0. Returns = A + V. Both are 0 on padding.
     """
     rewards = torch.where(mask, rewards, 0.0)
     values = torch.where(mask, values, 0.0)
-    deltas = (rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values).T.cpu()  # 0 on padding
-    advantages = torch.empty_like(deltas)
-    following = torch.zeros_like(deltas[0])
-    for t in reversed(range(len(deltas))):
-        following = torch.add(deltas[t], following, alpha=gamma * lam, out=advantages[t])
-    advantages = send(advantages.T.contiguous(), values.device)
+    deltas = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values  # 0 on padding
+    advantages = discounted_sums(deltas, gamma * lam)
     return advantages, advantages + values
+
+
+def discounted_sums(x: Tensor, decay: float) -> Tensor:
+    """S_t = x_t + decay S_{t+1} for x [B, R] with 0 on padding. From sums of n columns those of 2n: log2(R)
+    operations instead of R, each of which a GPU would have to start."""
+    n = 1
+    while n < x.shape[1]:
+        x = x + decay**n * F.pad(x[:, n:], (0, n))
+        n *= 2
+    return x
 
 
 def monte_carlo_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """The discounted sum of a token's reward and all later ones of its response, [B, R]: what the values
     estimate, with no value in it. GAE's returns with lambda 1 are equal to it."""
-    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
+    return discounted_sums(torch.where(mask, rewards, 0.0), gamma)
 
 
 def response_rewards(rewards: Tensor, mask: Tensor, answers: int) -> Tensor:
@@ -281,16 +285,6 @@ def kl_loss(logprobs: Tensor, mb: Rollout) -> Tensor:
     ratio = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 0.0).exp()
     _, k2, _ = kl_estimators(logprobs, mb.ref_logprobs)
     return masked_sum(mb.importance_weights * ratio * k2, mb.mask)
-
-
-def discounted_sums(x: Tensor, decay: float) -> Tensor:
-    """sum over t' >= t of decay^(t' - t) x_t', for x [B, R] with 0 on padding. log2(R) operations: from
-    sums of n columns those of 2n."""
-    n = 1
-    while n < x.shape[1]:
-        x = x + decay**n * F.pad(x[:, n:], (0, n))
-        n *= 2
-    return x
 
 
 def value_loss(

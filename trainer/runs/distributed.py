@@ -19,7 +19,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch._utils import _take_tensors
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from errors import InputError, SaidElsewhere, first_line
 from model.loading import as_input_error
@@ -135,9 +136,7 @@ class World:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 grads.append(p.grad)
         for some in _take_tensors(grads, SUMMED):
-            sums = self.sum(_flatten_dense_tensors(some))
-            for grad, part in zip(some, _unflatten_dense_tensors(sums, some), strict=True):
-                grad.data = part
+            vector_to_parameters(self.sum(parameters_to_vector(some)), some)
 
     def __enter__(self) -> "World":
         return self
