@@ -52,8 +52,8 @@ OURS = {
     "RLOO, 4 answers": ("abcd", {"advantage": "rloo", "num_generations": 4}, None),
     "group, 4 answers": ("abcd", {"advantage": "group", "num_generations": 4, "kl_in": "loss"}, None),
     "REINFORCE": ("abcd", {"advantage": "reinforce"}, None),
-    "CISPO": ("abcd", {"policy_loss": "cispo"}, None),
-    "GSPO": ("abcd", {"policy_loss": "gspo"}, None),
+    "CISPO": ("ab", {"policy_loss": "cispo"}, None),
+    "GSPO": ("ab", {"policy_loss": "gspo"}, None),
     "batch half as large": ("a", {"batch_size": 128}, None),
     "batch 64": ("bd", {"batch_size": 64}, None),
     "bf16": ("abcd", {"dtype": "bfloat16"}, None),
@@ -86,8 +86,9 @@ OURS |= {  # docs/algorithms.md: what was tried without a critic, and other opti
 }
 TRL = {"8 PPO epochs": ("a", {"ppo_epochs": 8}, None), "lambda 1": ("c", {"lam": 1}, None)}
 OUR_RLOO = {"KL in the loss": ("abcd", {"kl_in": "loss"}, None)}
+OUR_GAE = {name: ("cd", flags, None) for name, (_, flags, _) in OURS.items() if "policy_loss" in flags}
 OUR_GROUP = {name: ("abcd", {}, name) for name in ("KL in deviations", "TRL's KL")}
-VARIANTS = {"ours": OURS, "trl": TRL, "our_rloo": OUR_RLOO, "our_group": OUR_GROUP}
+VARIANTS = {"ours": OURS, "trl": TRL, "our_gae": OUR_GAE, "our_rloo": OUR_RLOO, "our_group": OUR_GROUP}
 PEER = {"python": sys.executable}  # --peer_python
 
 
