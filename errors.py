@@ -32,18 +32,20 @@ def run_script(main: Callable[[], object]) -> None:
     """Call ``main()``. On ``InputError`` print its one line to stderr and exit with code 2; on a GPU's
     out-of-memory error exit with code 1, on Ctrl-C with 130, without a word with 141 where the reader of the
     output has ended (``| head``). A character that the output cannot show is printed as a question mark."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # None if it is closed; stderr never fails on a character
+    if sys.stdout is None:  # it is closed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr never fails on a character
         sys.stdout.reconfigure(errors="replace")
     try:
         main()
         print(end="", flush=True)  # what fails when Python ends cannot be caught
-    except BrokenPipeError:
+    except OSError as error:
         try:
             print(flush=True)
-        except BrokenPipeError:
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            sys.exit(141)
-        raise  # of another pipe than the output
+            sys.exit(141 if isinstance(error, BrokenPipeError) else f"error: the output: {first_line(error)}")
+        raise  # of another file than the output
     except InputError as error:
         if not isinstance(error, SaidElsewhere):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -167,8 +167,9 @@ def long_table(runs):
 
 def variants_table(runs):
     """A row for each changed decision, a column for each task: the end, and in brackets its difference to the
-    mean of the same seeds and rates without the change, with the standard error of this difference."""
-    runs = [r for r in runs if r["who"] == "ours"]
+    mean of the same seeds and rates without the change, with the standard error of this difference. Runs of
+    "our_gae" are at the program's defaults, and so is what they are compared with."""
+    runs = [r for r in runs if r["who"] in ("ours", "our_gae")]
     names = [r["variant"] for r in runs if r["variant"] and r["variant"] not in ELSEWHERE]
     names, rows = list(dict.fromkeys(names)), []
     tasks = [task for task in TASKS if any(r["task"] == task and r["variant"] for r in runs)]
@@ -176,8 +177,8 @@ def variants_table(runs):
         row = {"changed": name}
         for task in tasks:
             samples = TASKS[task].get("ablate")
-            found = pick(runs, task, "ours", name, samples)
-            same = pick(runs, task, "ours", "", samples, found[0]["rates"]) if found else ()
+            found = pick(runs, task, "ours", name, samples) or pick(runs, task, "our_gae", name, samples)
+            same = pick(runs, task, found[0]["who"], "", samples, found[0]["rates"]) if found else ()
             changed, plain = ({r["seed"]: figure(r) for r in group} for group in (found, same))
             row[f"({task})"] = difference([(changed[x], plain[x]) for x in changed.keys() & plain.keys()])
         if any(list(row.values())[1:]):

@@ -13,6 +13,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable
+from datetime import datetime
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -41,6 +42,7 @@ SWITCHES = ("enable_thinking", "open_thinking")  # of thinking: Qwen3's, MiniMin
 # Number of a record -> the template's arguments for its prompt: a share of them thinks, drawn by the seed
 Thinking = Callable[[int], dict[str, bool]]
 Ids = list[int]  # of tokens
+TODAY = datetime(2026, 1, 1)  # for templates that print a date: what is read must not depend on the day
 MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
 
 
@@ -85,9 +87,8 @@ def unmark(text: str) -> str:
     return text.replace(MARK, "")
 
 
-def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, defaults: bool) -> Ids:
-    """The token ids of a text with marks: the marks become text, special tokens outside them stay special.
-    defaults: also what the tokenizer puts around any text, for example a BOS."""
+def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
+    """The token ids of a text with marks: the marks become text, special tokens outside them stay special."""
     pattern, special = spellings(tokenizer)
     ids: Ids = []
     # Neighbours go together: some tokenizers put a space before each text that they are given.
@@ -97,12 +98,22 @@ def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, defaults: bool)
         if is_text and not special.isdisjoint(row):  # the vocabulary has the token as a word
             row = tokenizer.encode(piece, add_special_tokens=False)
         ids += row
-    if defaults:
-        around = tokenizer("a", return_special_tokens_mask=True, verbose=False)
-        before = around["special_tokens_mask"].index(0)
-        after = before + around["special_tokens_mask"].count(0)
-        ids = around["input_ids"][:before] + ids + around["input_ids"][after:]
     return ids
+
+
+def around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
+    """The ids that the tokenizer puts before and behind any text, such as a BOS and an EOS; none with a chat
+    template, which writes its own."""
+    return put_around(tokenizer) if tokenizer.chat_template is None else ([], [])
+
+
+@lru_cache(maxsize=8)  # called for every text
+def put_around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
+    """``around`` without a chat template."""
+    found = tokenizer("a", return_special_tokens_mask=True, verbose=False)
+    ids = found["input_ids"]
+    before = [*found["special_tokens_mask"], 0].index(0)
+    return ids[:before], ids[before + found["special_tokens_mask"].count(0) :]
 
 
 # ---------------------------------------------------------------- conversations -> text -> token ids
@@ -128,24 +139,26 @@ def render(
 ) -> str:
     """The chat template's text of ``messages``; with ``generate``, an assistant turn begins at its end.
     kwargs: of the template, before those that the tokenizer was given (``set_template_kwargs``)."""
-    kwargs = tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {}) | kwargs
+    kwargs = {"strftime_now": TODAY.strftime} | tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {}) | kwargs
     with as_input_error("the tokenizer's chat template refuses the conversation"):
         return str(
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate, **kwargs)
         )
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], opening: bool = True) -> list[Ids]:
-    """Texts, marked -> a list of token-id lists. With a chat template no special tokens are added: the
-    template has written its own. Without one, the tokenizer adds its defaults (a BOS, for example), but not
-    if ``opening`` is False, because then the text continues another one."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], opening: bool = True, closing: bool = False
+) -> list[Ids]:
+    """Texts, marked -> a list of token-id lists. opening, closing: whether they begin and end with what the
+    tokenizer puts ``around`` any text: not those that continue another one, and not those that go on, as
+    prompts do."""
     if not texts:
         return []
-    defaults = opening and tokenizer.chat_template is None
     with as_input_error(f"the tokenizer {tokenizer.name_or_path} cannot encode the texts"):
-        rows = tokenizer(texts, add_special_tokens=defaults, verbose=False)["input_ids"]
+        before, behind = around(tokenizer)
+        rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return [
-            encode_marked(tokenizer, text, defaults) if MARK in text else row
+            before * opening + (encode_marked(tokenizer, text) if MARK in text else row) + behind * closing
             for text, row in zip(texts, rows, strict=True)
         ]
 
@@ -203,7 +216,8 @@ def learned_pieces(
 def conversation_ids(tokenizer: PreTrainedTokenizerBase, conversations: list[Answered]) -> list[Ids]:
     """Pairs (prompt, response text) -> the token ids that a reward model reads, in stage 2 and in PPO: a list
     for each pair, all from one call of the tokenizer."""
-    return encode(tokenizer, [conversation_text(tokenizer, *pair) for pair in conversations])
+    texts = [conversation_text(tokenizer, *pair) for pair in conversations]
+    return encode(tokenizer, texts, closing=True)
 
 
 # ---------------------------------------------------------------- the flags

@@ -30,11 +30,17 @@ PROMPTS = (NAMED_PROMPT, "conversations", "messages", "user_input", "prompt", "q
 ANSWERS = ("answer", "completion", "output")
 PLACEHOLDERS = ("", "空", "无")  # MiniMind's prompt files have these as the last turn, in place of an answer
 SHOWN = 200  # characters of the keys that an error message lists
-ROLE_NAMES = {
+ROLE_NAMES = {  # in small letters
+    "user": "user",
     "human": "user",  # ShareGPT's names
     "gpt": "assistant",
     "bot": "assistant",
     "chatgpt": "assistant",
+    "prompter": "user",  # OpenAssistant's
+    "assistant": "assistant",
+    "ai": "assistant",
+    "model": "assistant",  # Gemma's
+    "system": "system",
     "developer": "system",  # OpenAI's newer name
 }
 TOOL_ROLES = ("tool", "function", "function_call", "observation")  # of a call of a tool or its result
@@ -88,7 +94,7 @@ def to_prompt(record: Record) -> Parted:
     checked = record.get("reward_model")
     if answer is None and isinstance(checked, dict) and checked.get("ground_truth") is not None:
         answer = _as_text(checked["ground_truth"])
-    return prompt, answer and without_solution(answer)
+    return prompt, without_solution(answer) if answer else None
 
 
 def to_demonstration(record: Record) -> tuple[Asked | None, str]:
@@ -200,7 +206,12 @@ def _side(record: Record, which: str, prompt: Asked) -> Answered:
             f'no "{which}"; {keys_found(record)}: rename the key, or name it in train_reward.py with '
             f"--{which}_key"
         )
-    prompt, response = _answered(prompt, record[which], is_transcript(record[which]))
+    said = record[which]
+    if isinstance(said, dict):
+        said = [said]  # a single turn, as LLaMA-Factory's files have it
+    response = None
+    if not isinstance(said, list) or _is_turns(said):
+        prompt, response = _answered(prompt, said, is_transcript(said))
     if not prompt or response is None:
         raise InputError(
             f'"{which}" must be an answer to a prompt that is not empty: text beside a "prompt" '
@@ -214,11 +225,17 @@ def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
     may repeat the prompt; anything else becomes JSON text. whole: said is a transcript, to be split."""
     if not (_is_turns(said) or whole):
         return prompt, _as_text(said)
-    asked = to_messages(prompt) if prompt else []
     turns, answer = split(said)
-    if isinstance(turns, list) and turns[: len(asked)] != asked:
-        turns = asked + turns
-    return turns, answer
+    if not prompt or isinstance(turns, str):
+        return turns, answer
+    asked = to_messages(prompt)
+    if turns[: len(asked)] == asked:
+        return turns, answer
+    speakers = [turn["role"] for turn in turns if turn["role"] != "system"]
+    if speakers[:1] == ["user"] == [asked[-1]["role"]]:  # the whole conversation, in other words
+        system = asked[0]["content"] if asked[0]["role"] == "system" else ""
+        return add_system(turns, system), answer
+    return asked + turns, answer
 
 
 def _number(name: str, value: Any) -> float:
@@ -242,6 +259,7 @@ def as_messages(turns: Any) -> Messages:
     for i, turn in enumerate(turns if isinstance(turns, list) else []):
         turn = turn if isinstance(turn, dict) else {}
         role: Any = turn.get("role", turn.get("from", ("user", "assistant")[i % 2]))
+        thought: Any = turn.get("reasoning_content")
         if role in TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
             continue
         content = turn.get("content", turn.get("value"))
@@ -252,7 +270,10 @@ def as_messages(turns: Any) -> Messages:
                 f'turn {i + 1} of the conversation has no text "content", or a "role" that is no text; only '
                 "text can be read"
             )
-        messages.append({"role": ROLE_NAMES.get(role, role), "content": "".join(texts)})
+        said = "".join(texts)
+        if thought:
+            said = f"<think>\n{str(thought).strip()}\n</think>\n\n{said}"  # as Qwen3's template writes it
+        messages.append({"role": ROLE_NAMES.get(role.lower(), role), "content": said})
     if not messages:
         raise InputError(
             'a conversation must be text or a list of {"role", "content"} turns, not empty, and not only of '

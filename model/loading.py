@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,7 +79,10 @@ def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrained
         config = plain_config(load_config(path, trust_remote_code))
         if "ForSequenceClassification" in str(config.architectures):
             raise InputError("it is a classifier or reward model, not a causal language model")
-        return load_pretrained(AutoModelForCausalLM, path, trust_remote_code, config)
+        model = load_pretrained(AutoModelForCausalLM, path, trust_remote_code, config)
+    if not model.all_tied_weights_keys:  # the files have a head of its own, whatever the config says
+        model.config.tie_word_embeddings = False
+    return model
 
 
 def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
@@ -190,6 +194,10 @@ def load_pretrained(
     wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if wrong:
         raise InputError(f"its weights lack what its config.json describes: {', '.join(wrong)[:200]}")
+    if unused := sorted(report["unexpected_keys"]):
+        warnings.warn(
+            f"{path}: weights that its config.json has not: {', '.join(unused)[:200]}", stacklevel=2
+        )
     return model
 
 

@@ -18,6 +18,17 @@ from model.loading import quiet
 from model.lora import merged
 
 State = dict[str, Tensor]
+# Those that not every tokenizer has.
+TOKENIZER_FILES = [
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+]
 
 
 def save_policy(
@@ -68,6 +79,7 @@ def _whole_files(target: Path, last: Path) -> Iterator[Path]:
     """Gives the ``with`` block an empty folder to write into. Then its files replace those of the same names
     in ``target``, one by one, each of them whole. The file with the name of ``last`` is moved to ``last``,
     after all others."""
+    target = target.resolve()
     folder = target.with_name(f".{target.name}.tmp")
     target.mkdir(parents=True, exist_ok=True)
     with one_at_a_time(target):  # two runs may write to the same name
@@ -75,11 +87,14 @@ def _whole_files(target: Path, last: Path) -> Iterator[Path]:
         try:
             folder.mkdir()
             yield folder
+            stale = [name for name in TOKENIZER_FILES if not (folder / name).exists()]
             for file in sorted(folder.rglob("*")):
                 if file.is_file() and file.name != last.name:
                     place = target / file.relative_to(folder)
                     place.parent.mkdir(parents=True, exist_ok=True)
                     move(file, place)
+            for name in stale:  # of another tokenizer, which would be read too
+                (target / name).unlink(missing_ok=True)
             move(folder / last.name, last)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,6 @@ The facts are written to config.json.
 import re
 from argparse import Namespace
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +17,7 @@ from errors import InputError
 from model.loading import embeddings
 from model.lora import describe as describe_adapters
 from model.weights import short_hash, weights_hash
+from trainer.rewards.reward_function import code_hash
 from trainer.runs.base import Run
 
 if TYPE_CHECKING:  # it has these functions as methods
@@ -138,6 +138,5 @@ def fingerprints(run: "PpoRun") -> dict[str, str]:
     if reward_models:
         found["reward_model"] = short_hash(reward_models)
     if run.args.reward_fn:
-        path, _, name = run.args.reward_fn.rpartition(":")
-        found["reward_fn"] = short_hash([name, Path(path).read_bytes().hex()])
+        found["reward_fn"] = code_hash(run.args.reward_fn)
     return found

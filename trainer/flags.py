@@ -300,7 +300,13 @@ def add_stage_flags(p: FlagParser, records: str) -> None:
     add("--data_path", path, f"{records}: a file or a hub name")
     add("--eval_data_path", path, f"held-out {records}")
     add_data_flags(p, "records")
-    add("--eval_size", int, "last records held out [256, at most a tenth]; 0: none", at_most=inf)
+    add(
+        "--eval_size",
+        int,
+        "last records held out [256, at most a tenth]; 0: none",
+        at_most=inf,
+        not_with={"eval_data_path": "the records of that file are held out"},
+    )
     p.group("optimisation")
     add("--epochs", 3, "passes over the records", at_least=1)
     add("--max_steps", 0, "stop after so many batches; 0: by --epochs")

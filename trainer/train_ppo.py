@@ -98,7 +98,7 @@ def flag_parser() -> FlagParser:
     add("--reward_timeout", 600.0, "seconds for --reward_fn, _url", may_change=True)
     add("--eval_reward_model", [], "only evaluates", nargs="*", type=path)
     add("--eval_reward_fn", path, "only evaluates: path.py:function")
-    add(
+    add_sampled(
         "--missing_eos_penalty",
         float,
         "what a response without an EOS loses; default: the spread of the scores",

@@ -14,6 +14,7 @@ from typing import Any
 
 from atomic_files import write_whole, writing
 from errors import InputError
+from trainer.rewards.reward_function import code_hash
 
 WEIGHTS = "best.pth"  # in the run folder
 EVALUATION = "best.json"
@@ -70,8 +71,8 @@ def first_best(run: Any) -> Best:
     metric = args.best_metric and f"eval/{args.best_metric.removeprefix('eval/')}"
     if metric and metric not in names:
         raise InputError(f"--best_metric {metric}: no evaluation has it; choose one of {', '.join(names)}")
-    source = [run.held_out.fingerprint, args.eval_reward_fn, *args.eval_reward_model]
-    return Best(" ".join(source), metric)
+    code = [code_hash(args.reward_fn), code_hash(args.eval_reward_fn)]
+    return Best(" ".join([run.held_out.fingerprint, *code, *args.eval_reward_model]), metric)
 
 
 def best_so_far(folder: Path, best: Best, logger: Any) -> Best:

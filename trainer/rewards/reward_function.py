@@ -24,6 +24,7 @@ from types import ModuleType
 from dataset.formats import keys_found
 from dataset.lm_dataset import Prompt, RecordDataset
 from errors import InputError
+from model.weights import short_hash
 
 RewardFunction = Callable[..., object]  # the user's: what it returns is checked
 Steps = list[tuple[int, float]]  # (character offset, the length for the end; score) of a response
@@ -125,6 +126,12 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
         names &= asked.keys()
     found: dict[str, object] = {name: [record.get(name) for record in records] for name in sorted(names)}
     return found | {name: value for name, value in request.of_run.items() if name in asked}
+
+
+def code_hash(flag: str) -> str:
+    """A flag, path.py:function -> the hash of the code; "" for none."""
+    path, _, name = flag.rpartition(":")
+    return short_hash([name, Path(path).read_bytes().hex()]) if flag else ""
 
 
 def call_reward_function(function: RewardFunction, request: Request, seconds: float) -> Returned:

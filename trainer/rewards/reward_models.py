@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dataset.chat_template import conversation_ids
+from dataset.chat_template import around, conversation_ids
 from dataset.formats import Answered, to_messages
 from errors import InputError
 from model.loading import (
@@ -94,17 +94,24 @@ class ClassifierRewardModel(RewardModel):
         if self.packs:
             self.root = backbone
         self.max_length = getattr(config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
+        for name, module in model.named_modules():  # RoBERTa's positions begin behind that of its pad token
+            first = getattr(module, "padding_idx", None)
+            if name.endswith("position_embeddings") and first is not None:
+                self.max_length -= first + 1
         # What train_reward.py has put there, as a linear head without a bias cannot hold it.
         self.offset = float(getattr(config, "reward_offset", 0.0))
 
     @torch.no_grad()
     def __call__(self, conversations: Conversations) -> Tensor:
         """N pairs -> scores [N], fp32 on the CPU. A conversation that is longer than the model's limit loses
-        its beginning, because the score is read at the end. A sharded model needs all processes."""
+        its beginning, but not what the tokenizer puts before any text: the score is read at the end, or at
+        that token (BERT). A sharded model needs all processes."""
         in_step = getattr(self.root, "in_step", None)
         together = in_step.world.all_or_none if in_step else nullcontext
         with together():
-            ids = [x[-self.max_length :] for x in conversation_ids(self.tokenizer, conversations)]
+            ids = conversation_ids(self.tokenizer, conversations)
+            kept = len(around(self.tokenizer)[0])
+            ids = [x[:kept] + x[kept:][kept - self.max_length :] for x in ids]
         scores = torch.empty(len(ids))
 
         def score_some(rows):

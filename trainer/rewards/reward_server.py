@@ -62,9 +62,9 @@ class RewardServer:
         return found
 
     def _post_until_it_works(self, data):
-        request = urllib.request.Request(self.url, data, {"Content-Type": "application/json"})
         for pause in (*PAUSES, None):
             try:
+                request = urllib.request.Request(self.url, data, {"Content-Type": "application/json"})
                 with urllib.request.urlopen(request, timeout=self.timeout or None) as reply:
                     return json.loads(reply.read(), parse_int=float)
             except HTTPError as error:

@@ -109,7 +109,7 @@ class RunLogger:
         try:
             tqdm.write(text)
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader has ended (| head); the run continues without output
+        except OSError:  # the reader has ended (| head), or a disk is full; the run continues without output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def introduce(self, about: str) -> None:
