@@ -18,8 +18,10 @@ from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from dataset.formats import Answered, Asked, Messages, is_transcript, to_messages
 from errors import InputError
@@ -42,7 +44,6 @@ SWITCHES = ("enable_thinking", "open_thinking")  # of thinking: Qwen3's, MiniMin
 # Number of a record -> the template's arguments for its prompt: a share of them thinks, drawn by the seed
 Thinking = Callable[[int], dict[str, bool]]
 Ids = list[int]  # of tokens
-TODAY = datetime(2026, 1, 1)  # for templates that print a date: what is read must not depend on the day
 MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
 
 
@@ -119,6 +120,15 @@ def put_around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
 # ---------------------------------------------------------------- conversations -> text -> token ids
 
 
+class OneDay(datetime):
+    """The date for templates that print today's (Llama 3, SmolLM3), the same on all days: what is read must
+    not change while a run goes on, nor when it is resumed."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> "OneDay":
+        return cls(2026, 1, 1)
+
+
 def for_tokenizer(tokenizer: PreTrainedTokenizerBase, prompt: Asked) -> Asked:
     """A prompt -> messages if the tokenizer has a chat template, otherwise one text. Texts are marked: all
     text of users and models comes in here, in ``conversation_text`` or in ``learned_pieces``."""
@@ -139,8 +149,9 @@ def render(
 ) -> str:
     """The chat template's text of ``messages``; with ``generate``, an assistant turn begins at its end.
     kwargs: of the template, before those that the tokenizer was given (``set_template_kwargs``)."""
-    kwargs = {"strftime_now": TODAY.strftime} | tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {}) | kwargs
-    with as_input_error("the tokenizer's chat template refuses the conversation"):
+    kwargs = tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {}) | kwargs
+    one_day = mock.patch.object(chat_template_utils, "datetime", OneDay, create=True)
+    with as_input_error("the tokenizer's chat template refuses the conversation"), one_day:
         return str(
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate, **kwargs)
         )

@@ -21,8 +21,7 @@ from errors import InputError
 Item = TypeVar("Item")
 
 
-@lru_cache(maxsize=2)  # a batch may reach into the next epoch
-def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of range(n) as an array; it depends on the arguments only.
 
     Ten million numbers take half a second and 40 MB. numpy has promised not to change RandomState's stream
@@ -31,6 +30,10 @@ def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
     order = np.arange(n, dtype=np.uint32)
     np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, epoch]).shuffle(order)
     return order
+
+
+# Of prompts and demonstrations; a batch may reach into the next epoch.
+epoch_order = lru_cache(maxsize=4)(permutation)
 
 
 def global_batch(n: int, seed: int, step: int, size: int) -> list[int]:
@@ -89,7 +92,7 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
         mine = share(born, step)
         for number in range(first, first + mine):
             epoch, place = divmod(number, count)
-            minibatch = int(epoch_order(count, seed, born * epochs + epoch)[place])
+            minibatch = int(permutation(count, seed, born * epochs + epoch)[place])
             places.append(((number - first + 0.5) / mine, (born - oldest) * count + minibatch))
     return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
 

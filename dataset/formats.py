@@ -207,11 +207,9 @@ def _side(record: Record, which: str, prompt: Asked) -> Answered:
             f"--{which}_key"
         )
     said = record[which]
-    if isinstance(said, dict):
-        said = [said]  # a single turn, as LLaMA-Factory's files have it
-    response = None
-    if not isinstance(said, list) or _is_turns(said):
-        prompt, response = _answered(prompt, said, is_transcript(said))
+    if isinstance(said, dict) and {"content", "value"} & said.keys():
+        said = [said]  # a single turn, as in LLaMA-Factory's files
+    prompt, response = _answered(prompt, said, is_transcript(said))
     if not prompt or response is None:
         raise InputError(
             f'"{which}" must be an answer to a prompt that is not empty: text beside a "prompt" '

@@ -195,9 +195,8 @@ def load_pretrained(
     if wrong:
         raise InputError(f"its weights lack what its config.json describes: {', '.join(wrong)[:200]}")
     if unused := sorted(report["unexpected_keys"]):
-        warnings.warn(
-            f"{path}: weights that its config.json has not: {', '.join(unused)[:200]}", stacklevel=2
-        )
+        names = ", ".join(unused)[:200]
+        warnings.warn(f"{path}: its config.json has no place for the weights {names}", stacklevel=2)
     return model
 
 

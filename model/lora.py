@@ -51,13 +51,17 @@ def add_adapters(backbone: nn.Module, rank: int, seed: int) -> None:
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
-        target_modules="|".join(map(re.escape, targets)),
+        target_modules="|".join(re.escape(f"0.{name}") for name in targets),
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in targets.values()),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, backbone)
-    for layer in adapted_layers(backbone).values():
+        # In a list: of a backbone with a config peft would adapt experts, whatever the targets are.
+        inject_adapter_in_model(config, nn.ModuleList([backbone]))
+    adapted = adapted_layers(backbone)
+    if adapted.keys() != targets.keys():
+        raise InputError(f"--lora_r {rank}: this peft adapts other layers than it is asked to; get another")
+    for layer in adapted.values():
         layer.cast_input_dtype_enabled = False  # peft would cast to fp32, and autocast straight back
 
 
@@ -93,7 +97,8 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if ".lora_" not in name:
             layer = layers.get(name.removesuffix(".base_layer.weight"))
             plain = name.replace(".base_layer.", ".") if layers else name
-            yield plain, whole(x + layer.get_delta_weight("default") if layer else x)
+            # With --offload_frozen the old actor's adapters wait elsewhere.
+            yield plain, whole(x + layer.get_delta_weight("default").to(x.device) if layer else x)
 
 
 def learned(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
@@ -107,14 +108,15 @@ def test_killed_between_the_best_and_its_checkpoint_it_ends_the_same(whole, half
     assert best_of(half) == best_of(whole)
 
 
-@pytest.mark.parametrize("changed", ["eval_data_path", "eval_reward_fn"])
+@pytest.mark.parametrize("changed", ["eval_data_path", "eval_reward_fn", "reward_fn"])
 def test_evaluated_in_another_way_the_best_begins_anew(half, files, monkeypatch, capsys, changed):
     monkeypatch.setenv("JUDGE", "0 0 0 0 -9 -8 -9")
     monkeypatch.setenv("JUDGE_FROM", "4")
     other = {"eval_data_path": write_jsonl(half / "other.jsonl", [{"prompt": "d"}])}
-    if changed == "eval_reward_fn":
-        (half / "other.py").write_text(JUDGE)
-        other = {"eval_reward_fn": f"{half / 'other.py'}:judge"}
+    if changed != "eval_data_path":
+        path, _, name = files[changed].rpartition(":")
+        (half / "other.py").write_text(Path(path).read_text() + "# corrected\n")
+        other = {changed: f"{half / 'other.py'}:{name}"}
     train_ppo.main([*argv_of(files | other, half), "--resume", "auto"])
     assert "note: the best so far was evaluated otherwise; it begins anew" in capsys.readouterr().out
     best, _ = best_of(half)
@@ -169,7 +171,7 @@ def test_which_metric_decides_and_only_a_higher_value_beats_the_best():
 
 ALL_NAMES = {"reasoning": 1, "num_generations": 2, "normalize_reward": 1}
 PAIRS = dict.fromkeys(["data_path", "reward_model", "reward_fn"], "")
-PAIRS |= dict.fromkeys(["offline_data_path", "eval_data_path"], "pairs")
+PAIRS |= dict.fromkeys(["offline_data_path", "eval_data_path"], "pairs") | {"missing_eos_penalty": 0}
 
 
 @pytest.mark.parametrize("more", [{}, {"eval_reward_fn": "", "num_generations": 2}, ALL_NAMES, PAIRS])
@@ -183,7 +185,7 @@ def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(
     if more is PAIRS:
         pair = {"prompt": "a", "chosen": "b", "rejected": "c", "answer": "b"}
         path = write_jsonl(tmp_path / "pairs.jsonl", [pair] * 16)
-        more = {name: value and path for name, value in more.items()}
+        more = {name: path if value == "pairs" else value for name, value in more.items()}
     train_ppo.main(argv_of(files | more, tmp_path, max_steps=1))
     found = {name for name in read_jsonl(tmp_path / "r/metrics.jsonl")[0] if name.startswith("eval/")}
     message = "--best_metric eval/loss: no evaluation has it; choose one of "

@@ -446,7 +446,7 @@ ENDLESS = "{% for m in messages %}{{ m['content'] + ' a ' }}{% endfor %}"
         ("reward", {"data_path": "{sft}"}, "sft.jsonl:1: "),
         ("reward", {"data_path": "{margin}"}, 'margin.jsonl:1: "margin" must be a number'),
         ("reward", {"data_path": "{score}"}, 'score.jsonl:1: "score" must be a number'),
-        ("reward", {"eval_data_path": "{rated}"}, "--eval_data_path .* give the same kind"),
+        ("reward", {"eval_data_path": "{rated}", "eval_size": 0}, "--eval_data_path .* give the same kind"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, kind, more, says):

@@ -17,7 +17,9 @@ def parts(*texts):
 
 U = user("hi")
 A = assistant("5")
-MORE = [assistant("1"), user("and?"), A]
+AND = user("and?")
+THOUGHT = "<think>\nso\n</think>\n\n5"
+MORE = [assistant("1"), AND, A]
 HUMAN = {"from": "human", "value": "hi"}
 GPT = {"from": "gpt", "value": "5"}
 BOT = {"from": "bot", "value": "5"}
@@ -44,6 +46,8 @@ FUNCTION = [U, assistant(None, function_call={"name": "f"}), {"role": "function"
 FORMS = {  # name: (record, prompt, answer), beside the examples of docs/data.md
     "minimind without roles": ({"conversations": [{"content": "hi"}, {"content": "5"}]}, [U], "5"),
     "minimind placeholder": ({"conversations": [U, assistant("无")]}, [U], None),
+    "roles in capitals": ({"messages": [{"role": "User", "content": "hi"}, BOT | {"from": "AI"}]}, [U], "5"),
+    "a thought": ({"messages": [U, assistant("5", reasoning_content="\nso\n")]}, [U], THOUGHT),
     "a bot": ({"conversations": [HUMAN, BOT]}, [U], "5"),
     "openai's parts": ({"messages": [{"role": "user", "content": parts("h", "i")}, A]}, [U], "5"),
     "openai's tools": ({"messages": CALLS}, [U], "5"),
@@ -106,7 +110,7 @@ SOLUTIONS = {
     "#### 1. Data\n#### 2. Tools": "#### 1. Data\n#### 2. Tools",  # headings
     "#### 72 eggs": "#### 72 eggs",
     "so": "so",
-    "": "",
+    "": None,
 }
 
 
@@ -141,6 +145,8 @@ def test_an_answer_that_a_response_can_equal_is_a_number_or_a_few_words():
     assert [comparable(text) for text in SHORT + LONG] == [True] * len(SHORT) + [False] * len(LONG)
 
 
+S = {"role": "system", "content": "short"}
+WHOLE = [U, *MORE]
 PAIRS = {  # name: (record, prompt, chosen, rejected)
     "explicit": ({"prompt": "hi", "chosen": "5", "rejected": "6"}, "hi", "5", "6"),
     "explicit, turns": ({"prompt": [U], "chosen": [A], "rejected": [assistant("6")]}, [U], "5", "6"),
@@ -148,6 +154,10 @@ PAIRS = {  # name: (record, prompt, chosen, rejected)
     "a prompt repeated": ({"prompt": "hi", "chosen": [U, A], "rejected": [U, assistant("6")]}, [U], "5", "6"),
     "a question": ({"question": "hi", "chosen": "5", "rejected": "6"}, "hi", "5", "6"),
     "turns": ({"messages": [U, A], "chosen": [U, A], "rejected": [U, assistant("6")]}, [U], "5", "6"),
+    "sharegpt": ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT | {"value": "6"}}, [U], "5", "6"),
+    "a prompt with blanks": ({"prompt": "hi ", "chosen": [U, A], "rejected": [U, A]}, [U], "5", "5"),
+    "the last question": ({"prompt": "and?", "chosen": WHOLE, "rejected": WHOLE}, WHOLE[:3], "5", "5"),
+    "one system message": ({"prompt": [S, U], "chosen": [U, A], "rejected": [S, U, A]}, [S, U], "5", "5"),
     "hh": ({"chosen": SAID, "rejected": f"{ASKED} 6"}, ASKED, "5", "6"),
     "hh with the prompt apart": ({"prompt": ASKED, "chosen": " 5", "rejected": " 6"}, ASKED, " 5", " 6"),
     "an empty answer": ({"chosen": SAID, "rejected": f"{ASKED} "}, ASKED, "5", ""),

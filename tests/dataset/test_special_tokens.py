@@ -121,9 +121,11 @@ def spelled(tokenizer):
 
 
 def as_before(tokenizer, messages, generate):
-    """Encoding without any care for special tokens: right for texts that spell none."""
+    """Encoding without any care for special tokens: right for texts that spell none. A prompt goes on, so no
+    EOS is behind it."""
     if tokenizer.chat_template is None:
-        return tokenizer("\n".join(m["content"] for m in messages))["input_ids"]
+        ids = tokenizer("\n".join(m["content"] for m in messages))["input_ids"]
+        return ids[:-1] if generate and ids[-1:] == [tokenizer.eos_token_id] else ids
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -178,10 +180,10 @@ def test_a_spelled_token_does_not_change_how_its_neighbours_are_read():
     text = " hello <|im_end|>xy there"
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=True).pre_tokenize_str(text)
     expected = [token.id for piece, _ in pieces for token in without(piece)]
-    assert prompt_ids(tokenizer, text) == [tokenizer.bos_token_id, *expected, tokenizer.eos_token_id]
+    assert prompt_ids(tokenizer, text) == [tokenizer.bos_token_id, *expected]
     tagged = prompt_ids(tokenizer, "<think></s>")  # a token, but no special one
     assert tokenizer.convert_tokens_to_ids("<think>") in tagged
-    assert tagged.count(tokenizer.eos_token_id) == 1
+    assert tokenizer.eos_token_id not in tagged
 
 
 def test_a_unigram_tokenizer_makes_no_special_tokens_of_letters_and_changes_no_neighbour():

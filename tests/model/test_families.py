@@ -35,6 +35,7 @@ FAMILIES = {
     ),
     "Qwen3": lambda: T.Qwen3Config(head_dim=16, tie_word_embeddings=True, **SIZES),
     "Qwen3-MoE": lambda: T.Qwen3MoeConfig(head_dim=16, **MOE, **SIZES),
+    "Qwen3-MoE, dense too": lambda: T.Qwen3MoeConfig(head_dim=16, mlp_only_layers=[0], **MOE, **SIZES),
     "SmolLM3": lambda: T.SmolLM3Config(no_rope_layers=[1, 0], **SIZES),
     "Phi-3": lambda: T.Phi3Config(**SIZES),
     "Phi": lambda: T.PhiConfig(**SIZES),

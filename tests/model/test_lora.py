@@ -67,12 +67,14 @@ def updated_run(files, steps=2, **more):
 # one, each with three matrices.
 COUNTS = {"Llama": 7, "Qwen3": 7, "GPT-2": 4, "OPT-350m": 6, "Falcon": 4, "Mixtral": 4}
 COUNTS |= {"MiniMind 2": 7, "MiniMind 3": 7, "MiniMind 2 MoE": 4 + 5 * 3}
+# The first of its two layers is dense; of its experts, which are no matrices, none has an adapter.
+COUNTS |= {"Qwen3-MoE, dense too": (7 + 4) / 2}
 
 
 @pytest.mark.parametrize("family", COUNTS)
 def test_merged_weights_compute_what_the_adapters_do(family):
     model, plain = adapted(family)
-    count = 2 * COUNTS[family]
+    count = int(2 * COUNTS[family])
     assert len(adapted_layers(model)) == count
     assert describe(model).startswith(f"adapters beside {count} matrices: 0.0")
     assert describe(plain) == ""
@@ -84,6 +86,9 @@ def test_merged_weights_compute_what_the_adapters_do(family):
     other.load_state_dict(state, strict=True)
     assert (logits(other) - logits(plain)).abs().max() > 0.02 * logits(plain).abs().max()  # it has changed
     torch.testing.assert_close(logits(model), logits(other), rtol=1e-4, atol=1e-5)
+    for name, p in model.named_parameters():  # a GPU has them, and with --offload_frozen not the adapters
+        p.data = p.data if ".lora_" in name else p.data.to("meta")
+    assert all(x.is_meta for _, x in merged(model))
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT-2", "MiniMind 3"])

@@ -372,6 +372,35 @@ FOLDERS = {  # what the line says: how to make such a folder
 }
 
 
+def test_weights_that_the_config_does_not_have_are_named(tmp_path):
+    save(tmp_path / "more", tiny_llama(attention_bias=True), of=tiny_llama().config)
+    with pytest.warns(
+        UserWarning, match=r"more: its config.json .* model\.layers\.0\.self_attn\.k_proj\.bias"
+    ):
+        load_policy(tmp_path / "more")
+
+
+def test_a_head_of_its_own_stays_one_whatever_the_config_says(tmp_path):
+    """transformers does not tie what differs in the file; the result must say so, to be loaded again."""
+    model = tiny_llama(tie_word_embeddings=False)
+    save(tmp_path / "apart", model, of=tiny_llama(tie_word_embeddings=True).config)
+    policy = load_policy(tmp_path / "apart")
+    save_policy(policy, tiny_tokenizer(160), tmp_path / "saved.pth")
+    saved = load_policy(tmp_path / "saved.pth")
+    assert not saved.config.tie_word_embeddings
+    assert saved.lm_head.weight.equal(model.lm_head.weight.half().float())
+
+
+def test_a_result_keeps_nothing_of_an_earlier_ones_tokenizer(tmp_path):
+    tokenizer = tiny_tokenizer(160)
+    for template in ("{{ messages }}", None):
+        tokenizer.chat_template = template
+        save_policy(tiny_llama(), tokenizer, tmp_path / "a.pth")
+        (tmp_path / "a/mine.txt").write_text("")
+        assert load_tokenizer(tmp_path / "a").chat_template == template
+    assert (tmp_path / "a/mine.txt").exists()
+
+
 @pytest.mark.parametrize("kind", [*FOLDERS, "not a valid JSON", "Error while deserializing"])
 def test_bad_model_folder(tmp_path, kind):
     folder = tmp_path / "model"

@@ -9,6 +9,7 @@ import tiny
 import torch
 import transformers as T
 from test_invariants import make_run
+from tokenizers.processors import TemplateProcessing
 
 from errors import InputError
 from model.critic import CriticModel
@@ -221,6 +222,32 @@ def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path
         last, first = (model(torch.tensor([x])).logits.item() for x in (ids[-6:], ids[:6]))
     assert score.item() == pytest.approx(last - 5.0, abs=1e-5)
     assert abs(first - last) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_an_encoder_reads_the_first_token_and_the_end_of_a_long_conversation(tmp_path, kind):
+    """Their scores are read at the first token. RoBERTa's positions begin behind its pad token's."""
+    tokenizer = tiny.word_tokenizer([*WORDS, "<s>"])
+    tokenizer.add_special_tokens({"cls_token": "<s>"})
+    around = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=around
+    )
+    tokenizer.save_pretrained(tmp_path)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = getattr(T, f"{kind}Config")(
+        vocab_size=len(tokenizer), num_labels=1, pad_token_id=1, initializer_range=0.5,
+        max_position_embeddings=8 if kind == "Bert" else 10, **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    peer = getattr(T, f"{kind}ForSequenceClassification")(config).eval()
+    peer.save_pretrained(tmp_path)
+    found = load_reward_model(str(tmp_path), CPU)([("one two", "three four five"), ("one two", "five " * 20)])
+    ids = tokenizer(["one two three four five", "five " * 6])["input_ids"]
+    for score, row in zip(found.tolist(), ids, strict=True):
+        assert row[0] == tokenizer.cls_token_id and len(row) <= 8
+        with torch.no_grad():
+            assert score == pytest.approx(peer(torch.tensor([row])).logits.item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded", "no pad token", "encoder"])

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 import tiny
@@ -20,6 +21,7 @@ from trainer import train_ppo
 from trainer.runs import base, checkpoints, displays
 from trainer.runs.distributed import World
 from trainer.runs.resume import RunFolder
+from trainer.runs.run_logger import RunLogger
 
 RUN = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 6, "ppo_epochs": 2, "epochs": 9}
 RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "run_name": "r", "update_old_actor_freq": 3}
@@ -370,13 +372,19 @@ def test_a_folder_in_use_is_refused_until_its_process_has_ended_though_a_worker_
     process.communicate()
 
 
-def test_a_closed_output_pipe_does_not_stop_the_run(files, tmp_path):
+def test_a_closed_output_pipe_does_not_stop_the_run_nor_does_an_output_on_a_full_disk(
+    files, tmp_path, monkeypatch
+):
     process = launch(argv_of(files, tmp_path, log_interval=1))
     process.stdout.readline()
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(timeout=600) == 0
     assert names(tmp_path / "r") == ["step_4", "step_6"]
+    with open(os.open("/dev/full", os.O_WRONLY), "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        for line in ("a line", "another one"):
+            RunLogger.say(None, line)
 
 
 def test_a_script_ends_without_a_word_where_its_reader_has_ended_and_another_broken_pipe_is_a_fault(capsys):
@@ -387,6 +395,11 @@ def test_a_script_ends_without_a_word_where_its_reader_has_ended_and_another_bro
     done = subprocess.run(command, cwd=tiny.ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=600)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+    said = {"> /dev/full": (1, b"error: the output: No space left on device\n"), ">&-": (0, b"")}
+    for output, wanted in said.items():
+        line = f"{shlex.join(command)} {output}"
+        done = subprocess.run(line, shell=True, cwd=tiny.ROOT, stderr=subprocess.PIPE, timeout=600)
+        assert (done.returncode, done.stderr) == wanted
 
     def main():
         raise BrokenPipeError
