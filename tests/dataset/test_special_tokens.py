@@ -203,6 +203,12 @@ def test_a_unigram_tokenizer_makes_no_special_tokens_of_letters_and_changes_no_n
     assert prompt_ids(tokenizer, "你<|x|>") == prompt_ids(unigram(), "你<|x|>")
 
 
+def test_a_template_that_prints_a_date_prints_the_same_on_every_day():
+    tokenizer = byte_level()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') + messages[0]['content'] }}"
+    assert prompt_text(tokenizer, "hello") == "01 Jan 2026hello"
+
+
 def test_roles_are_text_as_well_but_their_own_names_may_be_special_tokens():
     """Templates write <|user|>, for example, around "user", and some compare a role with its name."""
     tokenizer = byte_level(CHATML)

@@ -374,9 +374,7 @@ FOLDERS = {  # what the line says: how to make such a folder
 
 def test_weights_that_the_config_does_not_have_are_named(tmp_path):
     save(tmp_path / "more", tiny_llama(attention_bias=True), of=tiny_llama().config)
-    with pytest.warns(
-        UserWarning, match=r"more: its config.json .* model\.layers\.0\.self_attn\.k_proj\.bias"
-    ):
+    with pytest.warns(UserWarning, match=r"config.json has no place .* model\.layers\.0\.self_attn\.k_"):
         load_policy(tmp_path / "more")
 
 

@@ -104,9 +104,10 @@ def test_pauses_grow(monkeypatch):
     assert PAUSES == (1.0, 2.0, 4.0, 8.0)
     pauses = []
     monkeypatch.setattr(reward_server.time, "sleep", pauses.append)
-    with pytest.raises(InputError, match="5 times; is the server running"):
-        ask("http://127.0.0.1:9/")  # no server listens there
-    assert pauses == [0.01, 0.02, 0.04, 0.08]
+    for url in ("http://127.0.0.1:9/", "http://[bad/"):  # no server listens there; no URL
+        with pytest.raises(InputError, match="5 times; is the server running"):
+            ask(url)
+    assert pauses == [0.01, 0.02, 0.04, 0.08] * 2
 
 
 LISTS = [None, 3, [1.0, 2.0], [1.0, "good", 2.0], [1.0, True, 2.0], [[1.0], [2.0], [3.0]]]

@@ -17,7 +17,7 @@ from trainer import train_ppo
 from trainer.runs import displays, report, run_logger
 from trainer.runs.distributed import World
 from trainer.runs.health import Rule
-from trainer.runs.plots import draw_svgs
+from trainer.runs.plots import draw_png, draw_svgs
 from trainer.runs.report import write_report
 from trainer.step_metrics import rows_of_step
 
@@ -191,13 +191,15 @@ def test_findings_come_first_with_all_they_say_and_are_marked_at_their_steps(cop
     assert "No finding" in Page(written(copied)).text
 
 
-def test_only_panels_that_a_run_has_numbers_for_are_drawn():
+def test_only_panels_that_a_run_has_numbers_for_are_drawn(tmp_path):
     kl = {"kl/k3": 0.1, "kl/k1": 0.2}
     past = health_of({"step": n, "reward/score": float(n % 2), **kl} for n in range(1, 9)).past
     panels = displays.PPO.panels
     assert list(draw_svgs(past, panels, [])) == ["score", "KL to the reference (nats a token)"]
     assert list(panels[3].curves(past.values)) == ["kl/k1", "kl/k3"]
     assert draw_svgs(past, displays.SFT.panels, []) == {}
+    folders = health_of([{"step": 1, "reward/model_$a_$": 1.0}]).past  # no formula
+    draw_png(folders, panels, tmp_path / "curves.png")
 
 
 def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, monkeypatch, capsys):
