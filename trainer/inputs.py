@@ -7,6 +7,7 @@ docs/models.md.
 
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -287,7 +288,7 @@ def check_sampling(policy: PreTrainedModel) -> None:
     rows = embeddings(policy)
     prompts = [[i % rows for i in range(1, length)] for length in (10, 4, 7)]
     what = f"models of type {kind} are not supported: the sampler's KV cache does not work with them"
-    with quiet(), as_input_error(what):
+    with quiet(), warnings.catch_warnings(action="ignore"), as_input_error(what):
         rollout = Sampler(policy, slots=2).sample(prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0)
         scored = PolicyScorer(policy)(rollout.tokens, rollout.layout)[0]
     gap = (scored - rollout.sampler_logprobs).abs().max().item()

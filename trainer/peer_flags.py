@@ -88,6 +88,7 @@ stop_token_id                       stop_token_ids
 num_episodes                        epochs
 max_epochs                          ppo_epochs
 actor_learning_rate                 learning_rate
+lr                                  learning_rate
 actor.adam.lr                       learning_rate
 critic.adam.lr                      critic_learning_rate
 max_norm                            grad_clip

@@ -166,6 +166,7 @@ def check_same_run(old: Config, new: Config, flags: Mapping[str, Any]) -> list[s
     sizes are per process, so they are compared after multiplying by the number of processes.
     """
     notes = []
+    chosen = ""  # what differs in a flag that data and models may have chosen: if they differ, they are named
     any_length = new.get("lr_schedule") == "constant"  # then nothing depends on the number of steps
     if old["script"] != new["script"]:
         raise InputError(f"this is a run of {old['script']}; name one of {new['script']}")
@@ -180,7 +181,10 @@ def check_same_run(old: Config, new: Config, flags: Mapping[str, Any]) -> list[s
         may_change = flag.may_change and (name not in REWARDS or bool(was) == bool(now))
         may_change |= any_length and name in LENGTH
         if was != now and not may_change:
-            raise InputError(f"--{name} was {was!r} and is now {now!r}{over}; set it back")
+            said = f"--{name} was {was!r} and is now {now!r}{over}; set it back"
+            if flag.default is not None:
+                raise InputError(said)
+            chosen = chosen or said
     for name, now in new["fingerprints"].items():
         was = old["fingerprints"].get(name)
         if was != now and name == "reward_fn":  # allowed: a mistake in it may have stopped the run
@@ -190,6 +194,8 @@ def check_same_run(old: Config, new: Config, flags: Mapping[str, Any]) -> list[s
                 f"--{name} {new[name]} does not hold what the run began with (fingerprint {was}, now {now}); "
                 "name the original"
             )
+    if chosen:
+        raise InputError(chosen)
     for name in ("versions", "threads", "processes"):
         if old[name] != new[name]:
             notes.append(f"note: {name} were {old[name]} and are {new[name]}: results may differ by rounding")

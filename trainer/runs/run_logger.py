@@ -126,6 +126,11 @@ class RunLogger:
             f"{about}\nrun      {run.total_steps} steps of {run.args.batch_size * world.size} "
             f"{run.display.unit}, {world.size} x {world.device.type} in {run.dtype}, in {self.folder.path}"
         )
+        if run.args.max_steps > run.total_steps:
+            self.say(
+                f"note: --max_steps {run.args.max_steps}: --epochs {run.args.epochs} ends after "
+                f"{run.total_steps} steps; raise it too"
+            )
         if self.folder.checkpoint:
             self.say(f"resumed  after step {run.progress.step}")
 
