@@ -12,6 +12,7 @@ What fits no form raises ``InputError``; ``located`` in record_files.py puts fil
 import json
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -46,6 +47,7 @@ ROLE_NAMES = {  # in small letters
 TOOL_ROLES = ("tool", "function", "function_call", "observation")  # of a call of a tool or its result
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}  # the roles in transcripts (HH-RLHF)
 SPEAKS = re.compile("\n\n(Human|Assistant): ?")
+TURNS_AS_TEXT = re.compile(r'\s*\[\s*{\s*"(role|from|content|value)"')  # as tables keep conversations
 REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
 
 
@@ -315,6 +317,9 @@ def add_system(prompt: Asked, system_prompt: str) -> Asked:
 def split(whole: Any) -> Parted:
     """Text or turns -> (the prompt; the answer at its end, None where there is none). Raises InputError for
     what is neither."""
+    if isinstance(whole, str) and TURNS_AS_TEXT.match(whole):
+        with suppress(ValueError):
+            whole = json.loads(whole)
     if not isinstance(whole, str):
         messages = as_messages(whole)
         if messages[-1]["role"] != "assistant":

@@ -47,6 +47,8 @@ FORMS = {  # name: (record, prompt, answer), beside the examples of docs/data.md
     "minimind without roles": ({"conversations": [{"content": "hi"}, {"content": "5"}]}, [U], "5"),
     "minimind placeholder": ({"conversations": [U, assistant("无")]}, [U], None),
     "roles in capitals": ({"messages": [{"role": "User", "content": "hi"}, BOT | {"from": "AI"}]}, [U], "5"),
+    "turns as text": ({"messages": json.dumps([U, A], indent=1)}, [U], "5"),
+    "a text of JSON": ({"prompt": '[{"role": 1'}, '[{"role": 1', None),
     "a thought": ({"messages": [U, assistant("5", reasoning_content="\nso\n")]}, [U], THOUGHT),
     "a bot": ({"conversations": [HUMAN, BOT]}, [U], "5"),
     "openai's parts": ({"messages": [{"role": "user", "content": parts("h", "i")}, A]}, [U], "5"),
