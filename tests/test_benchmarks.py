@@ -27,6 +27,7 @@ def test_whole_steps_are_measured_where_trl_is_not_installed(benchmark, monkeypa
     assert {row["ratio"] for row in end_to_end.rows(results)} == {"not installed"}
 
 
+@pytest.mark.slow
 def test_trainers_take_turns(benchmark, monkeypatch, tmp_path):
     """Both are this trainer here. A worker that cannot start is an error with what it said."""
     peers, end_to_end = benchmark("peers"), benchmark("end_to_end")
@@ -262,6 +263,7 @@ def test_runs_at_the_defaults_of_an_estimator_differ_in_its_flags_only(benchmark
         assert common.items() <= these.items()
 
 
+@pytest.mark.slow
 def test_a_small_run_of_this_trainer_and_its_place_in_the_file(benchmark, monkeypatch, tmp_path):
     learning, run = benchmark("learning"), benchmark("learning_run")
     monkeypatch.setattr(learning, "FILE", tmp_path / "learning.json")
