@@ -99,12 +99,12 @@ HAND_WRITTEN = {
         )
     ],
     "trainer/rewards/reward_models.py": [
-        ("x[-self.max_length :]", "x[: self.max_length]", "tests/rewards/test_rewards.py"),
+        ("x[kept:][kept - self.max_length :]", "x[kept : self.max_length]", "tests/rewards/test_rewards.py"),
         ("scores - self.offset", "scores + self.offset", "tests/rewards/test_rewards.py"),
     ],
     "trainer/models.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
     "trainer/options/best.py": [
-        ("fingerprint, args.eval_reward_fn, *args.eval_reward_model]", "fingerprint]", "tests/test_best.py")
+        ("fingerprint, *code, *args.eval_reward_model]", "fingerprint]", "tests/test_best.py")
     ],
     "trainer/rewards/combine.py": [
         (

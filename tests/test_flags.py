@@ -223,7 +223,7 @@ def test_wrong_flags_are_answered_before_torch_is_imported(script):
     assert not names & {"torch", "transformers", "numpy"}
 
 
-OF_DATA = {"data": "x", "fingerprints": {"data": "before"}}
+OF_DATA = {"data": "x", "reasoning": 0, "fingerprints": {"data": "before"}}
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,8 @@ OF_DATA = {"data": "x", "fingerprints": {"data": "before"}}
         ({"reward_fn": "x"}, {"reward_fn": ""}, "--reward_fn was .* set it back"),
         ({"reward_url": ""}, {"reward_url": "x"}, "--reward_url was .* set it back"),
         ({"reward_model": "x"}, {"reward_model": ""}, "--reward_model was .* set it back"),
-        ({"lam": 1}, {"lam": 0.5}, r"--lam was 1 and is now 0\.5; set it back"),
-        # Other prompts may have chosen it.
-        (OF_DATA | {"lam": 1}, {"data": "y", "lam": 0.5}, "--data y does not hold what the run began with"),
+        ({"reasoning": 0}, {"reasoning": 1}, "--reasoning was 0 and is now 1; set it back"),
+        (OF_DATA, {"data": "y", "reasoning": 1}, "--data y does not hold what the run began with"),
     ],
 )
 def test_what_a_resumed_run_may_change(before, now, line):
@@ -248,7 +247,7 @@ def test_what_a_resumed_run_may_change(before, now, line):
     same |= {"versions": {}, "fingerprints": {"data": "now"} if "data" in now else {}}
     flags = {name: Flag("", str, True) for name in ("reward_fn", "reward_url", "reward_model", "free")}
     flags |= {"batch_size": Flag(8, int, False), "old": Flag(1, int, False), "new": Flag(0.95, float, False)}
-    flags |= {"lam": Flag(None, float), "data": Flag("", str, True)}
+    flags |= {"reasoning": Flag(None, int), "data": Flag("", str, True)}
     flags = {name: flag for name, flag in flags.items() if name in now or name in before}
     if line is None:
         assert len(check_same_run(same | before, same | now, flags)) == ("processes" in now)  # a note

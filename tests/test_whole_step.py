@@ -64,7 +64,9 @@ CASES = {
         "kl_in reward target_kl 0.03 replay_batches 2 kl_target 0.5 kl_horizon 20"
     ),
     "experts": options("kl_in loss experts 1 grad_clip 2.0 ptx_coef 0.5"),
-    "logged answers": options("kl_in loss logged 1 ptx_coef 0.2 update_old_actor_freq 1 cliprange_value 0.1"),
+    "logged answers": options(
+        "kl_in loss logged 1 ptx_coef 0.2 update_old_actor_freq 1 cliprange_value 0.1 missing_eos_penalty 0"
+    ),
     "four answers": options("kl_in loss num_generations 4 replay_batches 1"),
     "RLOO": NO_CRITIC | options("advantage rloo num_generations 4 kl_in reward gamma 1 replay_batches 1"),
     "group, early stop": NO_CRITIC

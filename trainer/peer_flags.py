@@ -3,7 +3,7 @@ is told.
 
 Names are those of MiniMind's train_ppo.py (2025 and 2026), TRL 0.11 to 1.12, OpenRLHF 0.8 to 0.11 and verl's
 PPO (2025). Single names are of LightRFT. A name with dots (OpenRLHF from 0.10.2 on, verl) is found by its
-longest ending that is here or a flag of ours: ``actor_rollout_ref.actor.optim.lr`` by ``optim.lr``.
+longest ending that is here or a flag of ours: ``actor_rollout_ref.critic.optim.lr`` by ``critic.optim.lr``.
 """
 
 # their flag, the flag of train_ppo.py that does the same, and where the value is another one too, that
@@ -89,7 +89,6 @@ num_episodes                        epochs
 max_epochs                          ppo_epochs
 actor_learning_rate                 learning_rate
 lr                                  learning_rate
-actor.adam.lr                       learning_rate
 critic.adam.lr                      critic_learning_rate
 max_norm                            grad_clip
 eps_clip                            clip_epsilon
@@ -147,7 +146,6 @@ max_response_length                 max_gen_len
 rollout.n                           num_generations
 adv_estimator                       advantage               gae, rloo, group or reinforce
 ppo_mini_batch_size                 mini_batch_size         answers, --num_generations for each prompt
-optim.lr                            learning_rate
 critic.optim.lr                     critic_learning_rate
 critic.learning_rate                critic_learning_rate
 clip_grad                           grad_clip

@@ -169,9 +169,9 @@ class SupervisedRun(Run):
             "data_path": short_hash([self.data.dataset.fingerprint, len(self.data)]),
         }
 
+    @abstractmethod
     def summarise(self, means: Means) -> Means:
         """The mean metrics of all held-out records -> those of the evaluation."""
-        return means
 
     def about(self) -> str:
         args = self.args

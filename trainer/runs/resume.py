@@ -30,6 +30,7 @@ from trainer.runs.base import Run, quoted
 LENGTH = ("epochs", "max_steps")  # the flags that say how long a run is
 REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other places, but not come or go
 Config = dict[str, Any]  # what config.json has
+BY_DATA = ("critic_warmup_steps", "reasoning")  # flags that the prompts choose where they are not given
 CHOSEN = "missing_eos_penalty"  # the flag that a run chooses when it begins, where it is not given
 
 
@@ -166,7 +167,7 @@ def check_same_run(old: Config, new: Config, flags: Mapping[str, Any]) -> list[s
     sizes are per process, so they are compared after multiplying by the number of processes.
     """
     notes = []
-    chosen = ""  # what differs in a flag that data and models may have chosen: if they differ, they are named
+    chosen = ""  # what differs in a flag of ``BY_DATA``: other data are named before it
     any_length = new.get("lr_schedule") == "constant"  # then nothing depends on the number of steps
     if old["script"] != new["script"]:
         raise InputError(f"this is a run of {old['script']}; name one of {new['script']}")
@@ -182,7 +183,7 @@ def check_same_run(old: Config, new: Config, flags: Mapping[str, Any]) -> list[s
         may_change |= any_length and name in LENGTH
         if was != now and not may_change:
             said = f"--{name} was {was!r} and is now {now!r}{over}; set it back"
-            if flag.default is not None:
+            if name not in BY_DATA:
                 raise InputError(said)
             chosen = chosen or said
     for name, now in new["fingerprints"].items():
