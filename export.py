@@ -6,6 +6,7 @@
 A dense MiniMind becomes a Llama or a Qwen3 with the same weights, which programs load without this
 repository; other models keep their class (docs/models.md). Existing files are never overwritten."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +41,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from atomic_files import write_whole, writing
-from dataset.chat_template import TEMPLATE_KWARGS
+from dataset.chat_template import SYSTEM_PROMPT, TEMPLATE_KWARGS
+from dataset.formats import add_system, to_messages
 from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, quiet, tokenizer_source
 from model.model_minimind import MiniMindConfig
 from model.saving import save_directory, save_policy
@@ -55,7 +57,9 @@ def card(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: Flags
     if tokenizer.chat_template:
         switches = tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {})
         given = "".join(f", {name}={value!r}" for name, value in switches.items())
-        ask = f"""tokenizer.apply_chat_template([{{"role": "user", "content": "Your question"}}],
+        system = add_system("Your question", tokenizer.init_kwargs.get(SYSTEM_PROMPT, ""))
+        asked = json.dumps(to_messages(system), ensure_ascii=False)
+        ask = f"""tokenizer.apply_chat_template({asked},
     add_generation_prompt=True, return_dict=True, return_tensors="pt"{given})"""
     # To find stop strings (--stop) ``generate`` needs the tokenizer.
     more = ", tokenizer=tokenizer" if model.generation_config.stop_strings else ""

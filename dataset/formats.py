@@ -206,7 +206,7 @@ def _side(record: Record, which: str, prompt: Asked) -> Answered:
     if record.get(which) is None:
         raise InputError(
             f'no "{which}"; {keys_found(record)}: rename the key, or name it in train_reward.py with '
-            f"--{which}_key"
+            f'--{which}_key; or give each answer a "score"'
         )
     said = record[which]
     if isinstance(said, dict) and {"content", "value"} & said.keys():

@@ -52,24 +52,28 @@ def critic_start(
     models: RewardModels,
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    longest: int = 0,
 ) -> tuple[PreTrainedModel, float]:
     """-> (the model that the critic starts from, the weight that its scores have in the reward).
 
     --critic_init "auto" or "reward": of the classifiers that can read what the policy writes the one with the
     largest weight, whatever its sign, and the first of equals; without one, "auto" means the actor, as
-    "actor" does, and "reward" raises InputError. models: {name: (reward model, weight)}.
+    "actor" does, and "reward" raises InputError. models: {name: (reward model, weight)}; longest: tokens of
+    a prompt with its response.
     """
     rows = embeddings(policy)  # often more than the tokenizer has ids: the policy can sample each of them
     readers = [
         (model.model, weight)
         for model, weight in models.values()
         if isinstance(model, ClassifierRewardModel)
+        and model.causal
+        and model.max_length >= longest
         and model.tokenizer.get_vocab() == tokenizer.get_vocab()
         and embeddings(model.model) >= rows
     ]
     if critic_init == "reward" and not readers:
         raise InputError(
-            "--critic_init reward: needs a --reward_model that is a sequence classifier with the policy's "
-            f"own tokenizer and at least its {rows} embeddings; leave the flag out"
+            "--critic_init reward: needs a --reward_model that is a causal sequence classifier with the "
+            f"policy's own tokenizer, at least its {rows} embeddings and {longest} positions; leave it out"
         )
     return max(readers, key=lambda x: abs(x[1])) if readers and critic_init != "actor" else (policy, 1.0)

@@ -93,12 +93,17 @@ class PpoRun(Run):
         if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
             keep_freed_memory()
             self.actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
+        room = sampling_sizes(args, self.data, self.held_out)
         learning = {"learning_rate": ("actor", self.actor)}
         start = None  # what the critic starts from
         weight = 1.0
         if args.advantage == "gae":
-            start, weight = critic_start(args.critic_init, self.reward.models, self.actor, self.tokenizer)
+            start, weight = critic_start(
+                args.critic_init, self.reward.models, self.actor, self.tokenizer, longest=room[1]
+            )
             learning["critic_learning_rate"] = ("critic", start)
+            if start is not self.actor:
+                notes.append(f"critic   starts from {start.name_or_path} (--critic_init)")
         self.suited, rates = choose_rates(args, learning, args.lora_r > 0)
         self.total_steps = count_steps(args, len(self.data), world.size)
         args.freeze()
@@ -108,7 +113,6 @@ class PpoRun(Run):
         self.updates_per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
         self.ptx = load_ptx(args, world, self.tokenizer, self.actor, self.updates_per_batch)  # or None
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, self.actor)
-        room = sampling_sizes(args, self.data, self.held_out)
         sizes = {"actor": Sizes(self.actor, self.dtype)}
         if start:
             sizes["critic"] = Sizes(start.base_model, self.dtype)  # type: ignore[arg-type]  # a Module

@@ -370,3 +370,13 @@ def test_the_critic_starts_from_no_model_with_fewer_embeddings_than_the_policy(t
         assert start == (found or policy, 1.0)
     with pytest.raises(InputError, match=f"--critic_init reward: .*at least its {rows + 1} embeddings"):
         critic_start("reward", {"model": (reward, 1.0)}, policy, reward.tokenizer)
+    policy = T.LlamaForCausalLM(tiny.llama_config(rows))
+    positions = reward.model.config.max_position_embeddings
+    for longest, causal, found in (
+        (positions, True, reward.model),
+        (positions + 1, True, None),
+        (9, False, None),
+    ):
+        reward.causal = causal  # False: of an encoder, which sees what comes later
+        start, _ = critic_start("auto", {"model": (reward, 1.0)}, policy, reward.tokenizer, longest)
+        assert start is (found or policy)

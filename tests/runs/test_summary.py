@@ -242,6 +242,7 @@ def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path,
     said = capsys.readouterr().out
     assert "\nwarm-up  at first only the critic trains: --critic_warmup_steps 2\n" in said
     assert "run      4 steps of 8 responses, 1 x cpu in torch." in said
+    assert f"critic   starts from {files['reward_model']} (--critic_init)" in said
     past = health_of(read_jsonl(out / "r" / "metrics.jsonl")).past
     parts = displays.metric_names(displays.PARTS, past.values)
     (named,) = (line for line in said.splitlines() if line.startswith("reward   "))

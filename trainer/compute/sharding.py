@@ -16,6 +16,7 @@ Every process loads the whole models into main memory first.
 Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO stage 3); Zhao et al. 2023, arXiv:2304.11277 (FSDP).
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,8 @@ def shard(root: nn.Module, in_step: "InStep", dtype: torch.dtype, model: nn.Modu
     precision, in which layers are gathered; model: of which the root is a part, default none. What has one
     or no dimension stays whole, on the device, and so does what the model has besides the root.
     """
+    # Nothing changes in place what a scorer returns.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     device = in_step.world.device
     sharded = set(root.parameters())
     whole = {p for p in (model or root).parameters() if p.dim() < 2 or p not in sharded}

@@ -89,8 +89,8 @@ class ClassifierRewardModel(RewardModel):
         self.pad_id = config.pad_token_id
         # Decoder classifiers of transformers apply this linear layer to the state of the last token.
         backbone = model.base_model
-        plain = isinstance(getattr(model, "score", None), nn.Linear) and backbone is not model
-        self.packs = plain and pack_sequences(backbone)
+        self.causal = isinstance(getattr(model, "score", None), nn.Linear) and backbone is not model
+        self.packs = self.causal and pack_sequences(backbone)
         if self.packs:
             self.root = backbone
         self.max_length = getattr(config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
