@@ -30,8 +30,9 @@ def first_line(error: BaseException) -> str:
 
 def run_script(main: Callable[[], object]) -> None:
     """Call ``main()``. On ``InputError`` print its one line to stderr and exit with code 2; on a GPU's
-    out-of-memory error exit with code 1, on Ctrl-C with 130, without a word with 141 where the reader of the
-    output has ended (``| head``). A character that the output cannot show is printed as a question mark."""
+    out-of-memory error or a full disk under the output exit with code 1, on Ctrl-C with 130, without a word
+    with 141 where the reader of the output has ended (``| head``). A character that the output cannot show is
+    printed as a question mark."""
     if sys.stdout is None:  # it is closed
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # stderr never fails on a character

@@ -57,8 +57,8 @@ def card(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: Flags
     if tokenizer.chat_template:
         switches = tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {})
         given = "".join(f", {name}={value!r}" for name, value in switches.items())
-        system = add_system("Your question", tokenizer.init_kwargs.get(SYSTEM_PROMPT, ""))
-        asked = json.dumps(to_messages(system), ensure_ascii=False)
+        prompt = add_system("Your question", tokenizer.init_kwargs.get(SYSTEM_PROMPT, ""))
+        asked = json.dumps(to_messages(prompt), ensure_ascii=False)
         ask = f"""tokenizer.apply_chat_template({asked},
     add_generation_prompt=True, return_dict=True, return_tensors="pt"{given})"""
     # To find stop strings (--stop) ``generate`` needs the tokenizer.

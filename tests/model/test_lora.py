@@ -67,14 +67,15 @@ def updated_run(files, steps=2, **more):
 # one, each with three matrices.
 COUNTS = {"Llama": 7, "Qwen3": 7, "GPT-2": 4, "OPT-350m": 6, "Falcon": 4, "Mixtral": 4}
 COUNTS |= {"MiniMind 2": 7, "MiniMind 3": 7, "MiniMind 2 MoE": 4 + 5 * 3}
-# The first of its two layers is dense; of its experts, which are no matrices, none has an adapter.
-COUNTS |= {"Qwen3-MoE, dense too": (7 + 4) / 2}
+COUNTS = {family: 2 * count for family, count in COUNTS.items()}  # in a model of two layers
+# One of its layers is dense; of the other one's experts, which are no matrices, none has an adapter.
+COUNTS |= {"Qwen3-MoE, dense too": 7 + 4}
 
 
 @pytest.mark.parametrize("family", COUNTS)
 def test_merged_weights_compute_what_the_adapters_do(family):
     model, plain = adapted(family)
-    count = int(2 * COUNTS[family])
+    count = COUNTS[family]
     assert len(adapted_layers(model)) == count
     assert describe(model).startswith(f"adapters beside {count} matrices: 0.0")
     assert describe(plain) == ""
