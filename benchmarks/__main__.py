@@ -19,8 +19,8 @@ import torch
 from common import ROOT, machine, table, write_results
 
 SUITE = ("generation", "update", "end_to_end", "memory", "phases")
-# These run only when they are named: they compare with no peer, or need a GPU.
-ASKED_FOR = ("smoke", "lora", "demo", "cards", "kernel_times")
+# These run only when they are named: they take long, compare with no peer, or need a GPU.
+ASKED_FOR = ("smoke", "continuous", "lora", "demo", "cards", "kernel_times")
 
 
 def run(name, device):

@@ -4,9 +4,9 @@ Both have the same model, prompts and lengths, and sample from the whole softmax
 early. "varying": each new token is an EOS with probability 1/32, so responses have 32 tokens on average, and
 128 at most. ``generate`` gets the batch size at which it is fastest. On a CPU it runs in fp32 or bf16,
 whichever is faster at fixed lengths, on a GPU in bf16; the engine runs in the type that ``--dtype auto``
-chooses. More peers are measured once: transformers' continuous batching; on a GPU also the engine without
-its parts, and at fixed lengths vLLM where it is installed. One that fails is a line in the results, and the
-others go on.
+chooses. On a GPU more peers are measured once: transformers' continuous batching (on a CPU: continuous.py),
+the engine without its parts, and at fixed lengths vLLM where it is installed. One that fails is a line in the
+results, and the others go on.
 
 "of copy rate": the bytes that decoding has to read (every weight once a step, and the keys and values of the
 tokens before), as a share of what a large copy reads and writes in the same time.
@@ -209,16 +209,15 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
     return result
 
 
-def measure_peers(name, size, prompts, new_tokens, mean_length, device, dtype=torch.bfloat16, parts=PARTS):
-    """Tokens per second of the peers beside ``generate``, for the same case as ``measure``. parts: of the
-    engine, without which it is one."""
+def measure_peers(name, size, prompts, new_tokens, mean_length, device, dtype=torch.bfloat16):
+    """Tokens per second of the peers beside ``generate``, for the same case as ``measure``."""
     set_precision("auto", torch.device(device))
     base = policy(size, mean_length, vocabulary_of(size), device=device)
     theirs = copy.deepcopy(base).to(dtype)
     peers = {"continuous batching": partial(continuous_rate, theirs, prompts, new_tokens)}
     pack_sequences(base.base_model)
     ours = fast_dtype("auto", base.device)
-    for without_these in parts:
+    for without_these in PARTS:
         work = partial(rate_without, without_these, base, ours, len(prompts), prompts, new_tokens)
         peers[f"without {' and '.join(without_these)}"] = work
     if mean_length is None and device != "cpu" and installed("vllm"):
@@ -251,8 +250,7 @@ def cases(device):
         return cases_of_gpu()
     fixed = "fixed", "512x8", make_prompts(64, 32, 32), 128, None
     varying = "varying", "512x8", make_prompts(256, 16, 48), 128, 32
-    found = [partial(measure, *fixed, [64], 64, device), partial(measure, *varying, [64, 256], 256, device)]
-    return found + [partial(measure_peers, *case, device, parts=()) for case in (fixed, varying)]
+    return [partial(measure, *fixed, [64], 64, device), partial(measure, *varying, [64, 256], 256, device)]
 
 
 def rows(results):

@@ -96,6 +96,17 @@ def test_other_peers_of_generation(benchmark):
     assert row == shown | rates
 
 
+def test_generation_beside_continuous_batching(benchmark, monkeypatch):
+    continuous = benchmark("continuous")
+    monkeypatch.setattr(continuous, "REPETITIONS", 1)
+    prompts = continuous.make_prompts(3, 4, 4)
+    found = continuous.measure("fixed", TINY, prompts, 5, None, "cpu")
+    ours, theirs = (found[f"{name} tokens/s"]["median"] for name in ("engine", "continuous batching"))
+    assert found["ratio"]["median"] == pytest.approx(ours / theirs, rel=0.05)
+    assert [len(case.args[2]) for case in continuous.cases("cpu")] == [64, 256] * 2
+    assert next(continuous.rows([found]))["engine tokens/s"] == f"{ours:.0f}"
+
+
 def test_what_decoding_reads_by_hand(benchmark):
     generation, common = benchmark("generation"), benchmark("common")
     model = common.policy(TINY, vocabulary=50)
