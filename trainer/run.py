@@ -230,7 +230,7 @@ class PpoRun(Run):
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        modules = {name: learner.model for name, learner in self.learners.items()}
+        modules = super().modules
         if self.old_actor is not self.actor:
             modules["old_actor"] = self.old_actor
         return modules

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
@@ -92,12 +91,11 @@ class SupervisedRun(Run):
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
         keep_freed_memory()
-        self.trained = nn.ModuleList(self.modules.values())
-        self.trained.to(world.device).eval()  # no dropout, as in PPO
+        self.model.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
         prepare_training(self.model.base_model, args.gradient_checkpointing)
         _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.model)})
         args.freeze()
-        parameters = trained(self.trained)
+        parameters = trained(self.model)
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -105,7 +103,7 @@ class SupervisedRun(Run):
         steps = math.ceil(args.epochs * len(self.data) / (args.batch_size * world.size))
         self.total_steps = min(steps, args.max_steps or steps)
         learner = Learner(
-            model=self.trained,
+            model=self.model,
             optimizer=make_optimizer(
                 groups, args.learning_rate, args.moments_dtype, args.seed, betas=(0.9, 0.95)
             ),
@@ -149,10 +147,6 @@ class SupervisedRun(Run):
         data.edge = first  # a record that is too long is never replaced by one from the other side
         return Part(data, range(first)), Part(data, range(first, len(data))) if kept else None
 
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        return {"model": self.model}
-
     def loss_counts(self, items: Items) -> list[float]:
         """Numbers by which losses are divided, once summed over processes."""
         return [len(items)]
@@ -164,7 +158,7 @@ class SupervisedRun(Run):
     def fingerprints(self) -> dict[str, str]:
         tokenizer = self.tokenizer
         return {
-            "model": weights_hash(self.trained),
+            "model": weights_hash(self.model),
             "tokenizer": short_hash([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]),
             "data_path": short_hash([self.data.dataset.fingerprint, len(self.data)]),
         }

@@ -54,7 +54,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.formats import Keys
@@ -109,11 +108,6 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     return reward.eval()
 
 
-def pair_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
-    """Scores [B] and margins [B] -> sum of -log sigmoid(chosen - rejected - margin). Llama 2, eq. 2."""
-    return -F.logsigmoid(chosen - rejected - margin).sum()
-
-
 # ------------------------------------------------------------------------------------------------- the runs
 
 
@@ -157,16 +151,11 @@ class RewardRun(SupervisedRun):
         torch.manual_seed(args.seed)
         return reward_from(policy, self.tokenizer)
 
-    def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """B lists of ids -> their scores [B] fp32, read at the last token, and the balance loss of a mixture
-        of experts."""
-        scores, _, balance = score_packed(self.model, conversations, self.dtype)
-        return scores, balance
-
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> Loss:
         *sides, given = zip(*items, strict=True)
         # Of pairs: all chosen, then all rejected answers.
-        scores, balance = self.scores([ids for side in sides for ids in side])
+        conversations = [ids for side in sides for ids in side]
+        scores, _, balance = score_packed(self.model, conversations, self.dtype)  # read at their last tokens
         wanted = send(torch.tensor(given, dtype=torch.float32), self.world.device)
         sums = {}
         if self.rated:
@@ -177,7 +166,7 @@ class RewardRun(SupervisedRun):
                 sums = {"score_mean_square": x * x, "y": y, "y_mean_square": y * y, "product": x * y}
         else:
             chosen, rejected = scores.chunk(2)
-            loss = pair_loss(chosen, rejected, wanted)
+            loss = -F.logsigmoid(chosen - rejected - wanted).sum()
             sums = {f"{kind}/accuracy": chosen > rejected, f"{kind}/distance": chosen - rejected}
         metrics = Metrics()
         metrics.add(f"{kind}/loss", loss, len(items))

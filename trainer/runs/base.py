@@ -9,7 +9,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,9 +108,9 @@ class Run(ABC):
     saved_step: int = 0  # after which the weights of the newest checkpoint and of the result are
 
     @property
-    @abstractmethod
-    def modules(self) -> Mapping[str, nn.Module]:
-        """{file name: what a checkpoint has the weights of}"""
+    def modules(self) -> dict[str, nn.Module]:
+        """{file name: what a checkpoint has the weights of}: the models that train."""
+        return {name: learner.model for name, learner in self.learners.items()}
 
     @property
     def positions(self) -> list[int]:
