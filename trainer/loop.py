@@ -138,9 +138,8 @@ def save(run: Run, logger: Logger) -> None:
         with run.world.all_or_none():
             logger.flush()
         checkpoints.save(run)
-    with run.world.all_or_none(), run.gathered():
-        if run.world.is_main:
-            run.save_result()
+    with run.world.all_or_none():
+        run.save_result()
     run.saved_step = step
 
 

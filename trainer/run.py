@@ -5,8 +5,6 @@ what they start from: models.py.
 """
 
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ from errors import InputError
 from model.critic import CriticModel
 from model.loading import is_moe
 from model.lora import trained
-from model.saving import State, save_policy, state_dict_in
+from model.saving import save_policy
 from model.weights import sharded_and_whole
 from trainer.about_run import describe_run, fingerprints, start_facts
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
@@ -176,7 +174,6 @@ class PpoRun(Run):
         self.learners["actor"].first_batch = args.critic_warmup_steps  # before it only the critic trains
         self.loss_scale = LossScale(self.dtype)  # of fp16
         self.progress = Progress(token_budget=self.plan.token_budget)
-        self.state: State | None = None  # of a sharded actor, while it is saved
 
     def _build_options(self) -> None:
         """The options; ``states`` has those with a state that checkpoints keep."""
@@ -289,19 +286,9 @@ class PpoRun(Run):
                 self.save_actor(self.folder / AVERAGE)
 
     def save_actor(self, path: Path) -> None:
-        """Write the actor as ``path`` and the folder beside it."""
-        save_policy(self.actor, self.tokenizer, path, state=self.state)
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """In this block the main process has the whole state-dict of a sharded actor, to save it. All
-        processes must enter it."""
-        if self.in_step:
-            self.state = state_dict_in(torch.float16, self.actor, self.result_path, self.world.is_main)
-        try:
-            yield
-        finally:
-            self.state = None
+        """Write the actor as ``path`` and the folder beside it. All processes call it: of a sharded actor
+        each has a part."""
+        save_policy(self.actor, self.tokenizer, path, write=self.world.is_main)
 
     def keep_best(self, metrics: dict[str, float]) -> None:
         """If a step's evaluation is the best so far, write the actor's weights into the run folder.
@@ -314,19 +301,17 @@ class PpoRun(Run):
         if not better:
             return
         # The weights before the first step are those of --model.
-        with self.world.all_or_none(), self.gathered():
+        with self.world.all_or_none():
+            if better.step:
+                self.save_actor(self.folder / WEIGHTS)
             if self.world.is_main:
-                if better.step:
-                    self.save_actor(self.folder / WEIGHTS)
                 write_best(self.folder, better)
         self.best = better
 
     def restore_best(self, logger: Any) -> None:
         """The best of a resumed run is that of its folder."""
         with self.world.all_or_none():
-            if self.world.is_main:
-                self.best = best_so_far(self.folder, self.best, logger)
-        self.best = self.world.from_main(self.best)
+            self.best = best_so_far(self.folder, self.best, logger)
 
     def best_note(self) -> str:
         return self.best.describe(WEIGHTS)

@@ -189,7 +189,8 @@ class RewardRun(SupervisedRun):
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
 
     def save_result(self) -> None:
-        save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.zero.mean)
+        if self.world.is_main:
+            save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.zero.mean)
 
     def results(self) -> str:
         """Where the result is, and the command for PPO. The result's tokenizer has what the flags have made

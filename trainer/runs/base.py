@@ -10,7 +10,6 @@ import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Iterable, Sized
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,13 +144,9 @@ class Run(ABC):
         """Where the weights of the best evaluation are, "" without."""
         return ""
 
-    def gathered(self) -> AbstractContextManager:
-        """In this block the main process has the whole weights, to save them."""
-        return nullcontext()
-
     @abstractmethod
     def save_result(self) -> None:
-        """Write the files that users load."""
+        """Write the files that users load. All processes call it, and the main one writes."""
 
     def command(self, script: str, *words: str | Path) -> str:
         """``<this python> <script> <words>`` as one line that can be pasted into a shell in any directory,
