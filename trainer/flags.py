@@ -13,6 +13,7 @@ import difflib
 import errno
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -68,9 +69,10 @@ class Flag:
 
 class Flags(argparse.Namespace):
     """The values of all flags. The run completes its own copy by what the data and the models decide, then
-    freezes it. ``declared``: {name: ``Flag``}; it is not among ``vars``."""
+    freezes it. ``declared``: {name: ``Flag``}; ``argv``: the command line. Both are not among ``vars``."""
 
-    __slots__ = ("_frozen", "declared")
+    __slots__ = ("_frozen", "argv", "declared")
+    argv: list[str]
     declared: Mapping[str, Flag]
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -81,6 +83,7 @@ class Flags(argparse.Namespace):
     def completed(self, **values: object) -> "Flags":
         """A copy in which these flags have these values, not frozen."""
         copy = Flags(**vars(self) | values)
+        copy.argv = self.argv
         copy.declared = self.declared
         return copy
 
@@ -168,6 +171,7 @@ class FlagParser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(argv, Flags())
         if unknown:
             raise InputError(self._unknown(unknown[0]))
+        args.argv = list(sys.argv[1:] if argv is None else argv)
         args.declared = self.flags
         for name, flag in self.flags.items():
             value = getattr(args, name)

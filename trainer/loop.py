@@ -12,8 +12,7 @@ Only the main process writes. If it cannot write, all processes end with its err
 """
 
 import gc
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,18 +34,17 @@ Logger = RunLogger | NullLogger
 def build_and_train(
     build: Callable[[Flags, World], Run],
     given: Flags,
-    argv: Sequence[str] | None,
     collect: Callable,
     learn: Callable[..., StepLog],
     evaluate: Callable[..., StepLog],
 ) -> None:
     """All that a script does: from where the run stands to its end, or until someone asks it to stop or a
-    reward fails. given: the flags; argv: the command line, None for the process' own."""
+    reward fails. given: the flags."""
     with init_world(given.device, given.ddp) as world:
         with world.all_or_none():
             run = build(given, world)
         args = run.args
-        logger = start_or_resume(run, run.about(), list(sys.argv[1:] if argv is None else argv))
+        logger = start_or_resume(run)
         run.restore_best(logger)
         progress = run.progress  # that of the checkpoint, if there is one
         steps = range(progress.step, run.total_steps)
@@ -95,11 +93,10 @@ def build_and_train(
 # ---------------------------------------------------------------------------------- begin, log, save, end
 
 
-def start_or_resume(run: Run, about: str, argv: list[str]) -> Logger:
+def start_or_resume(run: Run) -> Logger:
     """Choose and lock the run folder, load its checkpoint into the run if there is one -> the run's logger.
 
-    about: lines that describe the run; argv: its command line. Raises InputError, having changed nothing, if
-    the folder is in use or holds another run.
+    Raises InputError, having changed nothing, if the folder is in use or holds another run.
     """
     args = run.args
     world = run.world
@@ -107,9 +104,10 @@ def start_or_resume(run: Run, about: str, argv: list[str]) -> Logger:
     with world.all_or_none():
         if world.is_main:
             folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder)
-            write_config(run, folder, argv)
+            write_config(run, folder)
     run.folder = world.from_main(folder.path if folder else Path())
     checkpoint = world.from_main(folder and folder.checkpoint)
+    about = run.about()
     run.prepare()
     logger: Logger = NullLogger()
     with world.all_or_none():

@@ -540,7 +540,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     build_and_train(
         build=PpoRun,
         given=parse_args(argv),
-        argv=argv,
         collect=collect,
         learn=learn,
         evaluate=evaluate_actor,

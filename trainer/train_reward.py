@@ -218,7 +218,7 @@ class RewardRun(SupervisedRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    build_and_train(RewardRun, parse_args(argv), argv, collect, learn, evaluate)
+    build_and_train(RewardRun, parse_args(argv), collect, learn, evaluate)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ class SftRun(SupervisedRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    build_and_train(SftRun, parse_args(argv), argv, collect, learn, evaluate)
+    build_and_train(SftRun, parse_args(argv), collect, learn, evaluate)
 
 
 if __name__ == "__main__":

@@ -137,8 +137,7 @@ class DemoRun(train_reward.RewardRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = train_reward.parse_args(argv)
-    build_and_train(DemoRun, args, argv, collect, learn, evaluate)
+    build_and_train(DemoRun, train_reward.parse_args(argv), collect, learn, evaluate)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class Run(ABC):
 
     script: str  # the name of its file
     display: Display  # how it is shown
-    args: Namespace  # the completed flags; args.declared: {name: ``Flag``}
+    args: Namespace  # the completed ``Flags``
     world: World
     dtype: torch.dtype  # of mixed precision
     tokenizer: PreTrainedTokenizerBase
