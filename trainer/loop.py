@@ -60,8 +60,7 @@ def build_and_train(
             if progress.step == 0:
                 run.begin(logger)
                 metrics, rows = evaluate(run)
-                log_step(run, logger, 0, metrics, rows)
-                run.keep_best(metrics)
+                conclude_step(run, logger, metrics, rows)
             for step in steps:
                 try:
                     batch = collect(run, step, batches)
@@ -82,8 +81,7 @@ def build_and_train(
                         rows |= shown
                     except InputError as error:  # a reward failed: first log and save what has been learned
                         end = error
-                log_step(run, logger, done, metrics, rows)
-                run.keep_best(metrics)
+                conclude_step(run, logger, metrics, rows)
                 if last or end or done % args.save_interval == 0:
                     save(run, logger)
                 if end:
@@ -120,11 +118,13 @@ def start_or_resume(run: Run) -> Logger:
     return logger
 
 
-def log_step(run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: Rows) -> None:
-    """Log a step's metrics and {file: rows to keep}. It is called between two steps."""
+def conclude_step(run: Run, logger: Logger, metrics: dict[str, float], rows: Rows) -> None:
+    """Log a step's metrics and {file: rows to keep}, then keep its weights if its evaluation is the best so
+    far. It is called between two steps."""
     gc.collect()  # see ``collected_between_steps``
     with run.world.all_or_none():
-        logger.log(step, metrics, rows)
+        logger.log(run.progress.step, metrics, rows)
+    run.keep_best(metrics)
 
 
 def save(run: Run, logger: Logger) -> None:
@@ -143,13 +143,12 @@ def save(run: Run, logger: Logger) -> None:
 
 @contextmanager
 def collected_between_steps() -> Iterator[None]:
-    """In this block Python's garbage collector works between two steps only. Afterwards it is as before.
+    """In this block Python's garbage collector works between two steps only.
 
     By itself it works whenever enough new objects were made: in the middle of a step, while a GPU waits.
-    ``log_step`` calls it, and it then looks only at objects that the run has made since it began to train:
-    models and data stay as long as the run.
+    ``conclude_step`` calls it, and it then looks only at objects that the run has made since it began to
+    train: models and data stay as long as the run.
     """
-    before = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -157,8 +156,7 @@ def collected_between_steps() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-        if before:
-            gc.enable()
+        gc.enable()
 
 
 @contextmanager
