@@ -1,17 +1,27 @@
 """What is chosen where no flag says it: rates, sizes that follow each other, warm-up, .pth."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import refused, tiny_llama
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.inputs import DEMO, choose_rates, count_steps
+from trainer.inputs import DEMO, choose_rates, choose_warmup
+from trainer.run import PpoRun
+from trainer.runs.distributed import World
 
 
 def completed(*argv, **values):
     return train_ppo.parse_args([*argv, *(f"--{name}={value}" for name, value in values.items())])
+
+
+def steps_of(args, prompts, processes=1):
+    run = object.__new__(PpoRun)
+    run.args, run.data, run.answers = args, range(prompts), args.num_generations
+    run.world = World(0, processes, torch.device("cpu"))
+    return run.count_steps()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +60,7 @@ def test_sizes_fit_each_other_or_are_refused(answers, batch, mini):
         return
     assert wanted.items() <= vars(args).items()
     assert args.batch_size % args.mini_batch_size == 0 == args.batch_size % answers
-    assert count_steps(args, 10 * args.batch_size, 1) == 10 * answers  # prompts are what epochs count
+    assert steps_of(args, 10 * args.batch_size) == 10 * answers  # prompts are what epochs count
 
 
 @pytest.mark.parametrize(
@@ -124,14 +134,16 @@ def test_what_does_not_fit_is_refused(given, line):
 def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(given, steps, warmup):
     args = completed(**given)
     if isinstance(steps, int):
-        assert (count_steps(args, 10**6, 1), args.critic_warmup_steps) == (steps, warmup)
+        assert steps_of(args, 10**6) == steps
+        choose_warmup(args, steps)
+        assert args.critic_warmup_steps == warmup
         return
-    refused(steps, count_steps, args, 10**6, 1)
+    refused(steps, choose_warmup, args, steps_of(args, 10**6))
 
 
 def test_steps_are_of_all_processes_and_epochs():
     args = completed(batch_size=8, num_generations=2, epochs=3)
-    assert count_steps(args, 10, 2) == 4  # 30 prompts, 8 in a step
+    assert steps_of(args, 10, processes=2) == 4  # 30 prompts, 8 in a step
 
 
 @pytest.mark.parametrize(

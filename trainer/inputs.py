@@ -155,13 +155,9 @@ def fill_paths(args: Flags) -> None:
             raise InputError(f"--{name}: is of use in evaluations only; give --eval_data_path too")
 
 
-def count_steps(args: Flags, n_prompts: int, processes: int) -> int:
-    """-> the number of batches of the whole run. Chooses --critic_warmup_steps where it is not given. Raises
-    InputError if critic warm-up takes all of them.
-    """
-    per_batch = args.batch_size // args.num_generations * processes  # prompts
-    steps = math.ceil(args.epochs * n_prompts / per_batch)
-    steps = min(steps, args.max_steps or steps)
+def choose_warmup(args: Flags, steps: int) -> None:
+    """Choose --critic_warmup_steps where it is not given. Raises InputError if it takes all ``steps`` of the
+    run."""
     if args.critic_warmup_steps is None:
         most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
         args.critic_warmup_steps = min(CRITIC_WARMUP_STEPS, most)
@@ -170,7 +166,6 @@ def count_steps(args: Flags, n_prompts: int, processes: int) -> int:
             f"--critic_warmup_steps {args.critic_warmup_steps}: the run has only {steps} steps, so the actor "
             "would never train; lower it, or train longer with --epochs or --max_steps"
         )
-    return steps
 
 
 def choose_reasoning(

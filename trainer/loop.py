@@ -48,9 +48,9 @@ def build_and_train(
         run.restore_best(logger)
         progress = run.progress  # that of the checkpoint, if there is one
         steps = range(progress.step, run.total_steps)
-        prompts = world.size * args.batch_size // run.answers
         order = (  # as in ``local_positions``
-            global_batch(len(run.data), args.seed, step, prompts)[world.rank :: world.size] for step in steps
+            global_batch(len(run.data), args.seed, step, run.batch_records)[world.rank :: world.size]
+            for step in steps
         )
         loader = record_loader(run.data, order, args.num_workers)
         stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")

@@ -28,7 +28,7 @@ from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
-from trainer.inputs import choose_rates, count_steps, load_inputs, sampling_sizes
+from trainer.inputs import choose_rates, choose_warmup, load_inputs, sampling_sizes
 from trainer.memory_plan import Case, Sizes, check_memory
 from trainer.models import build_models, critic_start
 from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_best
@@ -103,9 +103,10 @@ class PpoRun(Run):
             if start is not self.actor:
                 notes.append(f"critic   starts from {start.name_or_path} (--critic_init)")
         self.suited, rates = choose_rates(args, learning, args.lora_r > 0)
-        self.total_steps = count_steps(args, len(self.data), world.size)
-        args.freeze()
         self.answers = args.num_generations
+        self.total_steps = self.count_steps()
+        choose_warmup(args, self.total_steps)
+        args.freeze()
         self.minibatch_size = args.mini_batch_size * world.size  # sequences, over all processes
         # Optimizer steps of a batch, of each model.
         self.updates_per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)

@@ -100,8 +100,7 @@ class SupervisedRun(Run):
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        steps = math.ceil(args.epochs * len(self.data) / (args.batch_size * world.size))
-        self.total_steps = min(steps, args.max_steps or steps)
+        self.total_steps = self.count_steps()
         learner = Learner(
             model=self.model,
             optimizer=make_optimizer(

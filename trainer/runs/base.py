@@ -116,6 +116,16 @@ class Run(ABC):
         """The positions of this process' rows in the global batch (``local_positions``)."""
         return local_positions(self.args.batch_size, self.world.rank, self.world.size, self.answers)
 
+    @property
+    def batch_records(self) -> int:
+        """The records of a batch, over all processes."""
+        return self.args.batch_size * self.world.size // self.answers
+
+    def count_steps(self) -> int:
+        """The number of batches of the whole run."""
+        steps = math.ceil(self.args.epochs * len(self.data) / self.batch_records)
+        return min(steps, self.args.max_steps or steps)
+
     @abstractmethod
     def about(self) -> str:
         """Lines that say what the run is made of."""
