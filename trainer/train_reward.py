@@ -137,8 +137,8 @@ class RewardRun(SupervisedRun):
 
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         args = self.args
-        self.rated = not self.data.dataset.pairs
-        if self.held_out and self.held_out.dataset.pairs == self.rated:
+        self.rated = not self.data.pairs
+        if self.held_out and self.held_out.pairs == self.rated:
             raise InputError(
                 f"--eval_data_path {args.eval_data_path}: one file has pairs, one has scores; give the same "
                 "kind"
