@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from dataset.data_order import next_batch
@@ -148,7 +149,7 @@ class SupervisedRun(Run):
     def fingerprints(self) -> dict[str, str]:
         tokenizer = self.tokenizer
         return {
-            "model": weights_hash(self.model),
+            "model": weights_hash(nn.ModuleList([self.model])),  # the names in older runs
             "tokenizer": short_hash([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]),
             "data_path": short_hash([self.data.fingerprint, len(self.data)]),
         }
