@@ -91,6 +91,10 @@ def test_sizes_fit_each_other_or_are_refused(answers, batch, mini):
         ({"data_path": "mine", "eval_data_path": "held_out"}, {"eval_data_path": "held_out"}),
         ({"eval_data_path": "held_out"}, {"data_path": DEMO["data_path"], "eval_data_path": "held_out"}),
         ({"reward_url": "http://x", "reasoning": 0}, {"reward_model": [], "reasoning": 0}),
+        *[
+            ({"reward_url": u}, {})
+            for u in ("https://a-b.c:80/d?e=f%20#g", "http://[::1]:5000/", "http://ä/")
+        ],
     ],
 )
 def test_what_is_chosen(given, chosen):
@@ -109,7 +113,18 @@ OWN = {"model": "x", "data_path": "x", "reward_url": "http://x"}
         ({"dual_clip": 1}, "--dual_clip 1: must be 0, for no limit, or above 1"),
         ({"min_gen_len": 65}, "--min_gen_len 65: must be at most --max_gen_len 64"),
         ({"overlong_buffer": 65}, "--overlong_buffer 65: must be at most --max_gen_len 64"),
-        ({"reward_url": "x"}, "--reward_url x: must begin with http"),
+        *[
+            ({"reward_url": url}, f"--reward_url {url}: must be as http://host:port/path")
+            for url in (
+                "x",
+                "http://",
+                "http://[::1",
+                "http://a:b",
+                "http://a b",
+                "https://a/ä",
+                "http://a:b@c:1",
+            )
+        ],
         ({"model": "x", "reward_url": "http://x"}, "--data_path: name the JSONL file with the prompts"),
         ({"model": "x", "data_path": "x"}, "--reward_model: name one, or a function"),
         ({**OWN, "best_metric": "x"}, "--best_metric: is of use in evaluations only"),

@@ -67,6 +67,7 @@ CRITIC_WARMUP_STEPS = 2  # of a long run; at most a quarter of a short one
 PTX_COEF = 0.1
 # The clips of each --policy_loss below and above 1; None: as below. docs/ppo.md, "CISPO and GSPO".
 CLIPS = {"clip": (0.2, None), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
+ADDRESS = r"https?://(\[[\da-fA-F:.]+\]|[^\s:/?#@[\]]+)(:\d+)?([/?#][!-~]*)?"  # host, port and path
 SHORT = 64  # tokens of an answer
 LAM_OF_SHORT = 0.95  # the lambda that suited such answers best
 
@@ -75,8 +76,10 @@ def complete_flags(args: Flags) -> Flags:
     """Fill in what train_ppo.py's flags leave open and no file has to be read for -> the flags. Raises
     InputError. What flags need and exclude was checked before (``check_together`` in flags.py)."""
     args = complete_output_flags(args)
-    if args.reward_url and not re.match("https?://.", args.reward_url):
-        raise InputError(f"--reward_url {args.reward_url}: must begin with http:// or https://")
+    if args.reward_url and not re.fullmatch(ADDRESS, args.reward_url):
+        raise InputError(
+            f"--reward_url {args.reward_url}: must be as http://host:port/path, or with https://"
+        )
     if 0 < args.dual_clip <= 1:
         raise InputError(f"--dual_clip {args.dual_clip:g}: must be 0, for no limit, or above 1; 3 is usual")
     for name in ("min_gen_len", "overlong_buffer"):
