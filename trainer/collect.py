@@ -64,12 +64,11 @@ def sampling_from(run: Any, model: PreTrainedModel) -> Iterator[None]:
     """In this block ``respond`` samples from this model's weights. run, here and below: a ``PpoRun``."""
     if run.in_step:
         free_unused_memory()  # the gaps that the last update has left
-    if run.sampler:
-        run.sampler.load(model)
+    run.sampler.load(model)
     try:
         yield
     finally:
-        if run.in_step and run.sampler:
+        if run.in_step:
             run.sampler.release()
             run.sampler.copy.unload()
 
@@ -77,7 +76,6 @@ def sampling_from(run: Any, model: PreTrainedModel) -> Iterator[None]:
 def respond(run: Any, prompts: list[Prompt], keys: Tensor, temperature: float) -> Batch:
     """Prompts -> their responses, not scored. Only inside ``sampling_from``, whose weights it samples
     from."""
-    assert run.sampler
     rollout = run.sampler.sample(
         [prompt.prompt_ids for prompt in prompts],
         keys,

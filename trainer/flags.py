@@ -239,8 +239,8 @@ def check_together(args: Flags) -> None:
             raise InputError(f"--{name} {text}: is of use only with --{needed}; set that too")
 
 
-def add_machine_flags(p: FlagParser, seed: str) -> None:
-    """The flags of all three training scripts that say where and how it is computed. seed: its help."""
+def add_machine_flags(p: FlagParser) -> None:
+    """The flags of all three training scripts that say where and how it is computed."""
     add = p.add
     p.group("machine")
     add("--device", "", "cpu, cuda, cuda:1; default: a GPU where there is one", may_change=True)
@@ -249,7 +249,7 @@ def add_machine_flags(p: FlagParser, seed: str) -> None:
     add("--deterministic", 0, "1: the same bits in each run on a GPU; slower", choices=[0, 1])
     add("--gradient_checkpointing", 0, "1: less memory, slower", choices=[0, 1], may_change=True)
     add("--moments_dtype", "float32", "of AdamW's two moments", choices=["float32", "bfloat16"])
-    add("--seed", 42, seed, at_most=2**63 - 1)
+    add("--seed", 42, "of the order of records, sampling noise and new weights", at_most=2**63 - 1)
 
 
 def add_output_flags(p: FlagParser, interval: int) -> None:
@@ -319,7 +319,7 @@ def add_stage_flags(p: FlagParser, records: str) -> None:
     add("--warmup_ratio", 0.05, "share of the steps in which it rises", at_most=1)
     add("--weight_decay", 0.1, "of matrices, not of gains and biases")
     add("--grad_clip", 1.0, "largest gradient norm", above=0)
-    add_machine_flags(p, seed="of new weights and the order of records")
+    add_machine_flags(p)
     add_output_flags(p, interval=200)
     add("--hf_dir", path, "where the HF directory is written")
 
