@@ -248,17 +248,21 @@ def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def longest_prompt(prompts: Prompts, held_out: RLAIFDataset | None) -> int:
-    """Tokens of the longest prompt, trained on or held out."""
-    return max(data.longest for data in (prompts, held_out) if data)
-
-
-def sampling_sizes(args: Flags, prompts: Prompts, held_out: RLAIFDataset | None) -> tuple[int, int, int]:
+def sampling_sizes(
+    args: Flags, policy: PreTrainedModel, prompts: Prompts, held_out: RLAIFDataset | None
+) -> tuple[int, int, int]:
     """(most prompts that a process samples at once, longest prompt plus response, longest response) of a run:
-    what the sampler must have room for."""
+    what the sampler must have room for. Raises InputError where the policy has fewer positions."""
+    longest = max(data.longest for data in (prompts, held_out) if data)
+    limit = most_positions(policy.config)
+    if longest + args.max_gen_len > limit:
+        raise InputError(
+            f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
+            f"positions of {args.model}; lower it or --max_seq_len"
+        )
     batch = 0 if args.offline_data_path else args.batch_size
     rows = max(batch, min(max(EVAL_BATCH, args.num_generations), len(held_out or ()) * args.num_generations))
-    return rows, longest_prompt(prompts, held_out) + args.max_gen_len, args.max_gen_len
+    return rows, longest + args.max_gen_len, args.max_gen_len
 
 
 # ------------------------------------------------------------------------- can this policy be trained here?
@@ -307,6 +311,7 @@ class Inputs(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     prompts: Prompts
     held_out: RLAIFDataset | None  # the prompts of an evaluation
+    room: tuple[int, int, int]  # ``sampling_sizes``
     notes: list[str | None]  # lines that say what was chosen
 
 
@@ -338,12 +343,6 @@ def load_inputs(args: Flags, world: World) -> Inputs:
     else:
         prompts = read_prompts(args.data_path)
     held_out = read_prompts(args.eval_data_path) if args.eval_data_path else None
-    longest = longest_prompt(prompts, held_out)
-    limit = most_positions(actor.config)
-    if longest + args.max_gen_len > limit:
-        raise InputError(
-            f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
-            f"positions of {args.model}; lower it or --max_seq_len"
-        )
+    room = sampling_sizes(args, actor, prompts, held_out)
     notes = [choose_reasoning(args, world, actor, tokenizer, prompts), accuracy_note(held_out)]
-    return Inputs(actor, tokenizer, prompts, held_out, notes)
+    return Inputs(actor, tokenizer, prompts, held_out, room, notes)

@@ -28,7 +28,7 @@ from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
-from trainer.inputs import choose_rates, choose_warmup, load_inputs, sampling_sizes
+from trainer.inputs import choose_rates, choose_warmup, load_inputs
 from trainer.memory_plan import Case, Sizes, check_memory
 from trainer.models import build_models, critic_start
 from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_best
@@ -66,7 +66,7 @@ class PpoRun(Run):
         """Flags -> the run, with all inputs checked. Raises InputError."""
         self.world = world
         self.args = args = args.completed()
-        self.actor, self.tokenizer, self.data, self.held_out, notes = load_inputs(args, world)
+        self.actor, self.tokenizer, self.data, self.held_out, room, notes = load_inputs(args, world)
         hidden_size = self.actor.config.hidden_size
         self.result_path = minimind_pth(args.out_dir, "ppo_actor", hidden_size, is_moe(self.actor))
         if Path(args.model).resolve() == self.result_path.resolve():
@@ -91,7 +91,6 @@ class PpoRun(Run):
         if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
             keep_freed_memory()
             self.actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
-        room = sampling_sizes(args, self.data, self.held_out)
         learning = {"learning_rate": ("actor", self.actor)}
         start = None  # what the critic starts from
         weight = 1.0
