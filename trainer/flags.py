@@ -290,6 +290,8 @@ def add_data_flags(p: FlagParser, records: str) -> None:
     add = p.add
     add("--prompt_key", "", "key of the prompt in a record; default: by the record's form")
     add("--answer_key", "", "key of the answer; a path as reward_model.ground_truth works")
+    add("--chosen_key", "", "key of the better answer of a pair; default: chosen")
+    add("--rejected_key", "", "key of the worse answer; default: rejected")
     add("--system_prompt", str, f"system message of {records} that have none; default: model's own")
     add("--prompt_template", "", "text with {prompt}, Jinja, or a file of either")
     add("--chat_template_kwargs", str, "JSON: the template's switches; default: model's own")

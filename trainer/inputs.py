@@ -331,11 +331,10 @@ def load_inputs(args: Flags, world: World) -> Inputs:
         )
     check_policy(args, actor, tokenizer)
     check_sampling(actor)
-    keys = Keys(args.prompt_key, args.answer_key)
     thinking = load_thinking(tokenizer, args.thinking_ratio, args.seed)
 
     def read_prompts(path: str) -> RLAIFDataset:
-        return RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys, thinking)
+        return RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, Keys.of(args), thinking)
 
     prompts: Prompts
     if args.offline_data_path:

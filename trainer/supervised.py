@@ -111,15 +111,10 @@ class SupervisedRun(Run):
         """The language model that the run starts from."""
         return load_policy(self.args.model, self.args.trust_remote_code)
 
-    @property
-    def keys(self) -> Keys:
-        """The keys of a record that flags name."""
-        return Keys(self.args.prompt_key, self.args.answer_key)
-
     def load_records(self, path: str) -> RecordDataset:
         """A file of what is learned from."""
         args = self.args
-        return self.records(path, self.tokenizer, args.max_seq_len, args.system_prompt, self.keys)
+        return self.records(path, self.tokenizer, args.max_seq_len, args.system_prompt, Keys.of(args))
 
     def split_records(self) -> tuple[RecordDataset, RecordDataset | None]:
         """-> (training records, held-out records or None). These are those of --eval_data_path, or else the

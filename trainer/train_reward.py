@@ -37,14 +37,10 @@ from trainer.flags import (
 def flag_parser() -> FlagParser:
     """All flags: this stage's here, the others in flags.py."""
     p = FlagParser(description=__doc__, common=STAGE_FLAGS)
-    add = p.add
     title = "model (without --model and --hidden_size: the demo's policy and pairs)"
     add_model_flags(p, title, "N: out/full_sft_N.pth")
-    add("--use_moe", 0, "1: load the _moe checkpoint", choices=[0, 1], may_change=True)
+    p.add("--use_moe", 0, "1: load the _moe checkpoint", choices=[0, 1], may_change=True)
     add_stage_flags(p, "pairs, or answers with scores")
-    p.group("keys of pairs")
-    add("--chosen_key", "", "key of the better answer of a pair; default: chosen")
-    add("--rejected_key", "", "key of the worse answer; default: rejected")
     return p
 
 
@@ -56,7 +52,6 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from dataset.formats import Keys
 from dataset.lm_dataset import PreferenceDataset
 from model.loading import is_moe
 from model.saving import save_directory
@@ -129,11 +124,6 @@ class RewardRun(SupervisedRun):
     script = "train_reward.py"
     rate = "reward"
     records = PreferenceDataset
-
-    @property
-    def keys(self) -> Keys:
-        args = self.args
-        return Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
 
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         args = self.args
