@@ -12,6 +12,7 @@ What fits no form raises ``InputError``; ``located`` in record_files.py puts fil
 import json
 import math
 import re
+from argparse import Namespace
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -60,6 +61,11 @@ class Keys:
     answer: str = ""
     chosen: str = ""
     rejected: str = ""
+
+    @classmethod
+    def of(cls, args: Namespace) -> "Keys":
+        """Those of the flags."""
+        return cls(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
 
 
 BY_FORM = Keys()  # nothing is named

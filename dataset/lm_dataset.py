@@ -12,11 +12,12 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -53,8 +54,7 @@ class RecordDataset(Dataset[Item], ABC):
     """The base of all datasets here: items by number, made from records. Raises InputError for a bad file, a
     bad record among those read, or if all of these are too long. ``read``, ``dropped``: how many items were
     read at the start, and how many of these were too long; ``longest``: upper limit of an item's tokens;
-    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read;
-    ``edge``: the place from which on items are held out, if any are."""
+    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read."""
 
     path: str | Path
     tokenizer: PreTrainedTokenizerBase
@@ -84,7 +84,6 @@ class RecordDataset(Dataset[Item], ABC):
         if not fitting:
             raise self.too_long()
         self._kept = list(fitting) if whole else range(n)
-        self.edge = len(self._kept)
         self.read = len(places)
         self.dropped = self.read - len(fitting)
         self.longest = max(fitting.values()) if whole else self.max_length
@@ -128,14 +127,19 @@ class RecordDataset(Dataset[Item], ABC):
         return len(self._kept)
 
     def __getitem__(self, place: int) -> Item:
-        """The item at ``place``, or the next one that is short enough, round and round on its side of
-        ``edge``."""
-        first, last = (0, self.edge) if place < self.edge else (self.edge, len(self))
-        for other in chain([place], range(place + 1, last), range(first, place)):
+        """The item at ``place``, or the next one that is short enough, round and round."""
+        for other in chain([place], range(place + 1, len(self)), range(place)):
             item = self.make(self._kept[other])
             if self.length(item) <= self.max_length:
                 return item
         raise self.too_long()
+
+    def split(self, place: int) -> Self:
+        """Take off the items from ``place`` on -> a dataset of these."""
+        rest = copy(self)
+        rest._kept = self._kept[place:]
+        self._kept = self._kept[:place]
+        return rest
 
     def too_long(self) -> InputError:
         """-> the error where every record is too long."""

@@ -36,16 +36,19 @@ def save_policy(
     tokenizer: PreTrainedTokenizerBase,
     path: Path,
     dtype: torch.dtype = torch.float16,
-    state: State | None = None,
+    write: bool = True,
 ) -> None:
     """Write ``model`` as ``path``, the state-dict of ``state_dict_in``, which MiniMind's own class loads
     with ``strict=True``, and beside it a folder with config, generation config and tokenizer. Every file
     appears whole or not at all, the ``.pth`` last. Raises ``InputError`` if a weight is not finite in
-    ``dtype`` (NaN, or beyond fp16's ±65504) or the disk cannot be written; then old files stay. state: what
-    ``state_dict_in`` gave for a sharded model, or other weights of the model that were saved before.
+    ``dtype`` (NaN, or beyond fp16's ±65504) or the disk cannot be written; then old files stay. Of a sharded
+    model all processes must call it, with ``write`` in one of them.
     """
+    state = state_dict_in(dtype, model, path, keep=write)
+    if not write:
+        return
     data = io.BytesIO()  # if a disk is full, torch's own writer says only "unexpected pos"
-    torch.save(state or state_dict_in(dtype, model, path), data)
+    torch.save(state, data)
     with writing(path), _whole_files(path.with_suffix(""), path) as folder:
         _write_settings(folder, model, tokenizer)
         (folder / path.name).write_bytes(data.getbuffer())

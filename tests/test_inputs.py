@@ -1,17 +1,27 @@
 """What is chosen where no flag says it: rates, sizes that follow each other, warm-up, .pth."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import refused, tiny_llama
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.inputs import DEMO, choose_rates, count_steps
+from trainer.inputs import DEMO, choose_rates, choose_warmup
+from trainer.run import PpoRun
+from trainer.runs.distributed import World
 
 
 def completed(*argv, **values):
     return train_ppo.parse_args([*argv, *(f"--{name}={value}" for name, value in values.items())])
+
+
+def steps_of(args, prompts, processes=1):
+    run = object.__new__(PpoRun)
+    run.args, run.data, run.answers = args, range(prompts), args.num_generations
+    run.world = World(0, processes, torch.device("cpu"))
+    return run.count_steps()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +60,7 @@ def test_sizes_fit_each_other_or_are_refused(answers, batch, mini):
         return
     assert wanted.items() <= vars(args).items()
     assert args.batch_size % args.mini_batch_size == 0 == args.batch_size % answers
-    assert count_steps(args, 10 * args.batch_size, 1) == 10 * answers  # prompts are what epochs count
+    assert steps_of(args, 10 * args.batch_size) == 10 * answers  # prompts are what epochs count
 
 
 @pytest.mark.parametrize(
@@ -81,6 +91,10 @@ def test_sizes_fit_each_other_or_are_refused(answers, batch, mini):
         ({"data_path": "mine", "eval_data_path": "held_out"}, {"eval_data_path": "held_out"}),
         ({"eval_data_path": "held_out"}, {"data_path": DEMO["data_path"], "eval_data_path": "held_out"}),
         ({"reward_url": "http://x", "reasoning": 0}, {"reward_model": [], "reasoning": 0}),
+        *[
+            ({"reward_url": u}, {})
+            for u in ("https://a-b.c:80/d?e=f%20#g", "http://[::1]:5000/", "http://ä/")
+        ],
     ],
 )
 def test_what_is_chosen(given, chosen):
@@ -99,7 +113,18 @@ OWN = {"model": "x", "data_path": "x", "reward_url": "http://x"}
         ({"dual_clip": 1}, "--dual_clip 1: must be 0, for no limit, or above 1"),
         ({"min_gen_len": 65}, "--min_gen_len 65: must be at most --max_gen_len 64"),
         ({"overlong_buffer": 65}, "--overlong_buffer 65: must be at most --max_gen_len 64"),
-        ({"reward_url": "x"}, "--reward_url x: must begin with http"),
+        *[
+            ({"reward_url": url}, f"--reward_url {url}: must be as http://host:port/path")
+            for url in (
+                "x",
+                "http://",
+                "http://[::1",
+                "http://a:b",
+                "http://a b",
+                "https://a/ä",
+                "http://a:b@c:1",
+            )
+        ],
         ({"model": "x", "reward_url": "http://x"}, "--data_path: name the JSONL file with the prompts"),
         ({"model": "x", "data_path": "x"}, "--reward_model: name one, or a function"),
         ({**OWN, "best_metric": "x"}, "--best_metric: is of use in evaluations only"),
@@ -124,14 +149,16 @@ def test_what_does_not_fit_is_refused(given, line):
 def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(given, steps, warmup):
     args = completed(**given)
     if isinstance(steps, int):
-        assert (count_steps(args, 10**6, 1), args.critic_warmup_steps) == (steps, warmup)
+        assert steps_of(args, 10**6) == steps
+        choose_warmup(args, steps)
+        assert args.critic_warmup_steps == warmup
         return
-    refused(steps, count_steps, args, 10**6, 1)
+    refused(steps, choose_warmup, args, steps_of(args, 10**6))
 
 
 def test_steps_are_of_all_processes_and_epochs():
     args = completed(batch_size=8, num_generations=2, epochs=3)
-    assert count_steps(args, 10, 2) == 4  # 30 prompts, 8 in a step
+    assert steps_of(args, 10, processes=2) == 4  # 30 prompts, 8 in a step
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,14 @@ def test_held_out_pairs_may_be_transcripts(files, tmp_path):
     assert len(run.held_out_pairs) == 1
 
 
+def test_pairs_may_have_other_keys(files, tmp_path):
+    path = write_jsonl(tmp_path / "pairs.jsonl", [{"asked": "c", "good": "a", "bad": "b"}])
+    keys = {"chosen_key": "good", "rejected_key": "bad"}
+    run, _ = make_run(files, offline_data_path=path, eval_data_path=path, epochs=99, **keys)
+    assert [(item.response, item.score) for item in run.data] == [("a", 1), ("b", -1)]
+    assert len(run.held_out_pairs) == 1
+
+
 def test_held_out_pairs_are_preferred_after_training(files):
     run, _ = make_run(files, epochs=9, learning_rate=1e-3, max_steps=14, kl_coef=0.05)
     for step in range(12):

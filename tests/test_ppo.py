@@ -270,16 +270,14 @@ def test_cut_answers_stay_out_of_the_policy_loss_and_in_the_number_of_tokens():
     finished = torch.tensor([True, False, True])
     mask = length_mask(torch.tensor([2, 3, 1]), 3)
     mb = rows(torch.ones(3, 3), mask)
-    assert ppo.without_truncated(mask, finished).tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0]]
     of_entropy_top = torch.tensor([[False, True, False], [True, True, True], [True, False, False]])
-    mb.counted = ppo.without_truncated(of_entropy_top, finished)
-    assert mb.counted.tolist() == [[0, 1, 0], [0, 0, 0], [1, 0, 0]]
+    mb.counted = of_entropy_top & finished[:, None]
     logprobs = torch.zeros(3, 3, requires_grad=True)
     loss, metrics = ppo.policy_loss(logprobs, mb, *CLIP)
     loss.backward()
     assert (loss.item(), metrics["policy/ratio"].item()) == (-2, 6)  # the metrics are of all tokens
     assert logprobs.grad.tolist() == [[0, -1, 0], [0, 0, 0], [-1, 0, 0]]
-    mb.counted = ppo.without_truncated(mb.counted, torch.zeros(3, dtype=torch.bool))
+    mb.counted = torch.zeros(3, 3, dtype=torch.bool)
     logprobs.grad = None
     loss, _ = ppo.policy_loss(logprobs, mb, *CLIP)
     loss.backward()
@@ -390,7 +388,7 @@ def test_what_a_critic_explains_by_hand():
     """Values of the wrong sign: 1 - 4; half as large: 1 - 1/4; too low by 1: all; others: errors -2, 0, 2."""
     mask = torch.tensor([[True, False], [True, True]])
     scores = torch.tensor([-1.0, 0.5])
-    outcome = ppo.monte_carlo_returns(ppo.token_rewards(scores, mask.sum(1), mask), mask, 2.0)
+    outcome = ppo.discounted_sums(ppo.token_rewards(scores, mask.sum(1), mask), 2.0)
     assert outcome.tolist() == [[-1, 0], [1, 0.5]]
     outcome = torch.tensor([[-1.0, math.nan], [1.0, 0.0]])
 

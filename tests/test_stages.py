@@ -77,10 +77,10 @@ def build(files, kind, out_dir="/nowhere", **more):
 
 def gradients_of(run, items, budget=4096):
     """A batch's loss and gradients, in micro-batches of ``budget`` tokens -> (means, {name: gradient})"""
-    run.trained.zero_grad()
+    run.model.zero_grad()
     lengths = [run.tokens(x) for x in items]
     source = (lengths, lambda rows: run.loss([items[i] for i in rows], run.loss_counts(items)))
-    return backward(run, [source], budget).means(ALONE), gradients_in(run.trained)
+    return backward(run, [source], budget).means(ALONE), gradients_in(run.model)
 
 
 def gradients_in(model):
@@ -105,7 +105,7 @@ def test_packed_loss_and_gradients_are_those_of_padded_plain_transformers(files)
     loss = plain(tokens, attention_mask=real, labels=tokens.masked_fill(~learned, -100)).loss
     loss.backward()
     assert means["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
-    assert close({f"0.{name}": p.grad for name, p in plain.named_parameters()}, gradients)
+    assert close({name: p.grad for name, p in plain.named_parameters()}, gradients)
 
 
 def scores_of(model, rows):
@@ -135,13 +135,13 @@ def test_pair_loss_and_gradients_are_those_of_padded_plain_transformers(files, k
         part = next(i for i, (x, y) in enumerate(zip(chosen, rejected, strict=False)) if x != y)
         states = [plain.base_model(torch.tensor([ids])).last_hidden_state[0] for ids in (chosen, rejected)]
         at_c, at_r = (plain.score(x[part]).squeeze() for x in states)
-        logits = run.modules["lm_head"](states[0][part - 1 : -1])
+        logits = run.language_head(states[0][part - 1 : -1])
         nll = F.cross_entropy(logits, torch.tensor(chosen[part:]), reduction="sum")
         more = more + (0.01 * (c**2 + r**2) + 0.5 * F.softplus(-(at_c - at_r))) / 6 + 0.7 * nll / lm_tokens
     assert means["train/loss"] == pytest.approx(pairs.item(), abs=1e-6)
-    run.trained.zero_grad()
+    run.model.zero_grad()
     (pairs + more).backward()
-    assert close(gradients_in(run.trained), gradients)
+    assert close(gradients_in(run.model), gradients)
 
 
 def test_regression_by_hand(files):
@@ -189,7 +189,7 @@ def test_a_mixture_of_experts_is_balanced_and_named_and_no_reward_model(experts,
     assert tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["train/balance_loss"] > 0
     run = build(experts, "sft")
     _, gradients = gradients_of(run, [run.data[i] for i in range(5)])
-    assert gradients["0.model.layers.0.mlp.gate.weight"].abs().max() > 0
+    assert gradients["model.layers.0.mlp.gate.weight"].abs().max() > 0
     with pytest.raises(InputError, match="--model: no sequence classifier exists for small_lm_minimind"):
         train_reward.reward_from(load_policy(experts["model"]), run.tokenizer)
 

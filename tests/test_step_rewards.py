@@ -31,7 +31,7 @@ def test_where_characters_land_by_hand():
     ids = [2, 4, 3, 0]  # ab 你好 c </s>
     text = "ab 你好 c"
     assert token_places(range(len(text)), text, ids, tokenizer) == [0, 0, 1, 1, 1, 2, 2]
-    assert token_places([None, len(text)], text, ids, tokenizer) == [3, 3]
+    assert token_places([len(text)], text, ids, tokenizer) == [3]
     assert token_places([0, 2], "ab 你", ids, tokenizer) == [0, 1]  # the text before a stop string
     tokenizer = TOKENIZERS["byte level"]()
     for names, places in ((["aä", "½łb"], [0, 1, 1]), (["a", "ä", "½", "ł", "b"], [0, 3, 4])):

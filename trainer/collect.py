@@ -64,12 +64,11 @@ def sampling_from(run: Any, model: PreTrainedModel) -> Iterator[None]:
     """In this block ``respond`` samples from this model's weights. run, here and below: a ``PpoRun``."""
     if run.in_step:
         free_unused_memory()  # the gaps that the last update has left
-    if run.sampler:
-        run.sampler.load(model)
+    run.sampler.load(model)
     try:
         yield
     finally:
-        if run.in_step and run.sampler:
+        if run.in_step:
             run.sampler.release()
             run.sampler.copy.unload()
 
@@ -77,7 +76,6 @@ def sampling_from(run: Any, model: PreTrainedModel) -> Iterator[None]:
 def respond(run: Any, prompts: list[Prompt], keys: Tensor, temperature: float) -> Batch:
     """Prompts -> their responses, not scored. Only inside ``sampling_from``, whose weights it samples
     from."""
-    assert run.sampler
     rollout = run.sampler.sample(
         [prompt.prompt_ids for prompt in prompts],
         keys,
@@ -108,7 +106,7 @@ def raw_scores(run: Any, reward: Reward, batch: Batch) -> RawScores:
 
 def step_rewards(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
     """-> [B, R] fp32 on the rollout's device: the sum of the steps that end with each token; None without a
-    reward function. ``RawScores.steps``: of each response [(character offset or None, score)]."""
+    reward function. ``RawScores.steps``: of each response [(character offset, score)]."""
     steps = batch.raw.steps
     if not steps:
         return None
@@ -122,18 +120,18 @@ def step_rewards(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Tensor | N
 
 
 def token_places(
-    offsets: list[int | None], text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase
+    offsets: Sequence[int], text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
     """Character offsets in the text of a response -> the places of their tokens. The token of a character is
-    the first after which the decoded text reaches and includes it. None, the end of the text, or a character
-    that only the whole decodes to: the last token."""
+    the first after which the decoded text reaches and includes it. The end of the text, or a character that
+    only the whole decodes to: the last token."""
 
     @cache
     def decoded(count):
         return decode(tokenizer, ids[:count])
 
     def place(offset):
-        if offset is None or offset >= len(text):
+        if offset >= len(text):
             return len(ids) - 1
         wanted = text[: offset + 1]
         return bisect_left(range(1, len(ids)), True, key=lambda count: decoded(count)[: offset + 1] == wanted)

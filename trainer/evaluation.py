@@ -69,9 +69,10 @@ def evaluate(run: PpoRun, held_out: RLAIFDataset) -> StepLog:
                     continue
                 answers = answer_rows(batch)[::count]  # the first one to each
                 for place, prompt, row in zip(places, prompts, answers, strict=True):
-                    if place < SHOWN:
-                        known = {"place": place, "answer": prompt.answer} | row
-                        mine[place] = mine[place] | {"greedy": row} if kind else known
+                    if place < SHOWN and kind:
+                        mine[place]["greedy"] = row
+                    elif place < SHOWN:
+                        mine[place] = {"place": place, "answer": prompt.answer} | row
                 if held_out.has_accuracy:
                     right = [
                         is_correct(text, prompt.answer, args.reasoning)

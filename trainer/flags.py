@@ -13,6 +13,7 @@ import difflib
 import errno
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -68,9 +69,10 @@ class Flag:
 
 class Flags(argparse.Namespace):
     """The values of all flags. The run completes its own copy by what the data and the models decide, then
-    freezes it. ``declared``: {name: ``Flag``}; it is not among ``vars``."""
+    freezes it. ``declared``: {name: ``Flag``}; ``argv``: the command line. Both are not among ``vars``."""
 
-    __slots__ = ("_frozen", "declared")
+    __slots__ = ("_frozen", "argv", "declared")
+    argv: list[str]
     declared: Mapping[str, Flag]
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -81,6 +83,7 @@ class Flags(argparse.Namespace):
     def completed(self, **values: object) -> "Flags":
         """A copy in which these flags have these values, not frozen."""
         copy = Flags(**vars(self) | values)
+        copy.argv = self.argv
         copy.declared = self.declared
         return copy
 
@@ -168,6 +171,7 @@ class FlagParser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(argv, Flags())
         if unknown:
             raise InputError(self._unknown(unknown[0]))
+        args.argv = list(sys.argv[1:] if argv is None else argv)
         args.declared = self.flags
         for name, flag in self.flags.items():
             value = getattr(args, name)
@@ -235,8 +239,8 @@ def check_together(args: Flags) -> None:
             raise InputError(f"--{name} {text}: is of use only with --{needed}; set that too")
 
 
-def add_machine_flags(p: FlagParser, seed: str) -> None:
-    """The flags of all three training scripts that say where and how it is computed. seed: its help."""
+def add_machine_flags(p: FlagParser) -> None:
+    """The flags of all three training scripts that say where and how it is computed."""
     add = p.add
     p.group("machine")
     add("--device", "", "cpu, cuda, cuda:1; default: a GPU where there is one", may_change=True)
@@ -245,7 +249,7 @@ def add_machine_flags(p: FlagParser, seed: str) -> None:
     add("--deterministic", 0, "1: the same bits in each run on a GPU; slower", choices=[0, 1])
     add("--gradient_checkpointing", 0, "1: less memory, slower", choices=[0, 1], may_change=True)
     add("--moments_dtype", "float32", "of AdamW's two moments", choices=["float32", "bfloat16"])
-    add("--seed", 42, seed, at_most=2**63 - 1)
+    add("--seed", 42, "of the order of records, sampling noise and new weights", at_most=2**63 - 1)
 
 
 def add_output_flags(p: FlagParser, interval: int) -> None:
@@ -286,6 +290,8 @@ def add_data_flags(p: FlagParser, records: str) -> None:
     add = p.add
     add("--prompt_key", "", "key of the prompt in a record; default: by the record's form")
     add("--answer_key", "", "key of the answer; a path as reward_model.ground_truth works")
+    add("--chosen_key", "", "key of the better answer of a pair; default: chosen")
+    add("--rejected_key", "", "key of the worse answer; default: rejected")
     add("--system_prompt", str, f"system message of {records} that have none; default: model's own")
     add("--prompt_template", "", "text with {prompt}, Jinja, or a file of either")
     add("--chat_template_kwargs", str, "JSON: the template's switches; default: model's own")
@@ -315,7 +321,7 @@ def add_stage_flags(p: FlagParser, records: str) -> None:
     add("--warmup_ratio", 0.05, "share of the steps in which it rises", at_most=1)
     add("--weight_decay", 0.1, "of matrices, not of gains and biases")
     add("--grad_clip", 1.0, "largest gradient norm", above=0)
-    add_machine_flags(p, seed="of new weights and the order of records")
+    add_machine_flags(p)
     add_output_flags(p, interval=200)
     add("--hf_dir", path, "where the HF directory is written")
 

@@ -67,6 +67,7 @@ CRITIC_WARMUP_STEPS = 2  # of a long run; at most a quarter of a short one
 PTX_COEF = 0.1
 # The clips of each --policy_loss below and above 1; None: as below. docs/ppo.md, "CISPO and GSPO".
 CLIPS = {"clip": (0.2, None), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
+ADDRESS = r"https?://(\[[\da-fA-F:.]+\]|[^\s:/?#@[\]]+)(:\d+)?([/?#][!-~]*)?"  # host, port and path
 SHORT = 64  # tokens of an answer
 LAM_OF_SHORT = 0.95  # the lambda that suited such answers best
 
@@ -75,8 +76,10 @@ def complete_flags(args: Flags) -> Flags:
     """Fill in what train_ppo.py's flags leave open and no file has to be read for -> the flags. Raises
     InputError. What flags need and exclude was checked before (``check_together`` in flags.py)."""
     args = complete_output_flags(args)
-    if args.reward_url and not re.match("https?://.", args.reward_url):
-        raise InputError(f"--reward_url {args.reward_url}: must begin with http:// or https://")
+    if args.reward_url and not re.fullmatch(ADDRESS, args.reward_url):
+        raise InputError(
+            f"--reward_url {args.reward_url}: must be as http://host:port/path, or with https://"
+        )
     if 0 < args.dual_clip <= 1:
         raise InputError(f"--dual_clip {args.dual_clip:g}: must be 0, for no limit, or above 1; 3 is usual")
     for name in ("min_gen_len", "overlong_buffer"):
@@ -155,13 +158,9 @@ def fill_paths(args: Flags) -> None:
             raise InputError(f"--{name}: is of use in evaluations only; give --eval_data_path too")
 
 
-def count_steps(args: Flags, n_prompts: int, processes: int) -> int:
-    """-> the number of batches of the whole run. Chooses --critic_warmup_steps where it is not given. Raises
-    InputError if critic warm-up takes all of them.
-    """
-    per_batch = args.batch_size // args.num_generations * processes  # prompts
-    steps = math.ceil(args.epochs * n_prompts / per_batch)
-    steps = min(steps, args.max_steps or steps)
+def choose_warmup(args: Flags, steps: int) -> None:
+    """Choose --critic_warmup_steps where it is not given. Raises InputError if it takes all ``steps`` of the
+    run."""
     if args.critic_warmup_steps is None:
         most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
         args.critic_warmup_steps = min(CRITIC_WARMUP_STEPS, most)
@@ -170,7 +169,6 @@ def count_steps(args: Flags, n_prompts: int, processes: int) -> int:
             f"--critic_warmup_steps {args.critic_warmup_steps}: the run has only {steps} steps, so the actor "
             "would never train; lower it, or train longer with --epochs or --max_steps"
         )
-    return steps
 
 
 def choose_reasoning(
@@ -250,17 +248,21 @@ def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def longest_prompt(prompts: Prompts, held_out: RLAIFDataset | None) -> int:
-    """Tokens of the longest prompt, trained on or held out."""
-    return max(data.longest for data in (prompts, held_out) if data)
-
-
-def sampling_sizes(args: Flags, prompts: Prompts, held_out: RLAIFDataset | None) -> tuple[int, int, int]:
+def sampling_sizes(
+    args: Flags, policy: PreTrainedModel, prompts: Prompts, held_out: RLAIFDataset | None
+) -> tuple[int, int, int]:
     """(most prompts that a process samples at once, longest prompt plus response, longest response) of a run:
-    what the sampler must have room for."""
+    what the sampler must have room for. Raises InputError where the policy has fewer positions."""
+    longest = max(data.longest for data in (prompts, held_out) if data)
+    limit = most_positions(policy.config)
+    if longest + args.max_gen_len > limit:
+        raise InputError(
+            f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
+            f"positions of {args.model}; lower it or --max_seq_len"
+        )
     batch = 0 if args.offline_data_path else args.batch_size
     rows = max(batch, min(max(EVAL_BATCH, args.num_generations), len(held_out or ()) * args.num_generations))
-    return rows, longest_prompt(prompts, held_out) + args.max_gen_len, args.max_gen_len
+    return rows, longest + args.max_gen_len, args.max_gen_len
 
 
 # ------------------------------------------------------------------------- can this policy be trained here?
@@ -309,6 +311,7 @@ class Inputs(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     prompts: Prompts
     held_out: RLAIFDataset | None  # the prompts of an evaluation
+    room: tuple[int, int, int]  # ``sampling_sizes``
     notes: list[str | None]  # lines that say what was chosen
 
 
@@ -328,11 +331,10 @@ def load_inputs(args: Flags, world: World) -> Inputs:
         )
     check_policy(args, actor, tokenizer)
     check_sampling(actor)
-    keys = Keys(args.prompt_key, args.answer_key)
     thinking = load_thinking(tokenizer, args.thinking_ratio, args.seed)
 
     def read_prompts(path: str) -> RLAIFDataset:
-        return RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys, thinking)
+        return RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, Keys.of(args), thinking)
 
     prompts: Prompts
     if args.offline_data_path:
@@ -340,12 +342,6 @@ def load_inputs(args: Flags, world: World) -> Inputs:
     else:
         prompts = read_prompts(args.data_path)
     held_out = read_prompts(args.eval_data_path) if args.eval_data_path else None
-    longest = longest_prompt(prompts, held_out)
-    limit = most_positions(actor.config)
-    if longest + args.max_gen_len > limit:
-        raise InputError(
-            f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
-            f"positions of {args.model}; lower it or --max_seq_len"
-        )
+    room = sampling_sizes(args, actor, prompts, held_out)
     notes = [choose_reasoning(args, world, actor, tokenizer, prompts), accuracy_note(held_out)]
-    return Inputs(actor, tokenizer, prompts, held_out, notes)
+    return Inputs(actor, tokenizer, prompts, held_out, room, notes)

@@ -12,8 +12,7 @@ Only the main process writes. If it cannot write, all processes end with its err
 """
 
 import gc
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,24 +34,23 @@ Logger = RunLogger | NullLogger
 def build_and_train(
     build: Callable[[Flags, World], Run],
     given: Flags,
-    argv: Sequence[str] | None,
     collect: Callable,
     learn: Callable[..., StepLog],
     evaluate: Callable[..., StepLog],
 ) -> None:
     """All that a script does: from where the run stands to its end, or until someone asks it to stop or a
-    reward fails. given: the flags; argv: the command line, None for the process' own."""
+    reward fails. given: the flags."""
     with init_world(given.device, given.ddp) as world:
         with world.all_or_none():
             run = build(given, world)
         args = run.args
-        logger = start_or_resume(run, run.about(), list(sys.argv[1:] if argv is None else argv))
+        logger = start_or_resume(run)
         run.restore_best(logger)
         progress = run.progress  # that of the checkpoint, if there is one
         steps = range(progress.step, run.total_steps)
-        prompts = world.size * args.batch_size // run.answers
         order = (  # as in ``local_positions``
-            global_batch(len(run.data), args.seed, step, prompts)[world.rank :: world.size] for step in steps
+            global_batch(len(run.data), args.seed, step, run.batch_records)[world.rank :: world.size]
+            for step in steps
         )
         loader = record_loader(run.data, order, args.num_workers)
         stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
@@ -62,8 +60,7 @@ def build_and_train(
             if progress.step == 0:
                 run.begin(logger)
                 metrics, rows = evaluate(run)
-                log_step(run, logger, 0, metrics, rows)
-                run.keep_best(metrics)
+                conclude_step(run, logger, metrics, rows)
             for step in steps:
                 try:
                     batch = collect(run, step, batches)
@@ -71,7 +68,7 @@ def build_and_train(
                     save(run, logger)
                     raise
                 metrics, rows = learn(run, step, batch)
-                world.check_identical(**{name: learner.model for name, learner in run.learners.items()})
+                world.check_identical(**run.modules)
                 done = step + 1
                 progress.step = done  # from here on: log, save and the best count it
                 last = done == run.total_steps
@@ -84,8 +81,7 @@ def build_and_train(
                         rows |= shown
                     except InputError as error:  # a reward failed: first log and save what has been learned
                         end = error
-                log_step(run, logger, done, metrics, rows)
-                run.keep_best(metrics)
+                conclude_step(run, logger, metrics, rows)
                 if last or end or done % args.save_interval == 0:
                     save(run, logger)
                 if end:
@@ -95,11 +91,10 @@ def build_and_train(
 # ---------------------------------------------------------------------------------- begin, log, save, end
 
 
-def start_or_resume(run: Run, about: str, argv: list[str]) -> Logger:
+def start_or_resume(run: Run) -> Logger:
     """Choose and lock the run folder, load its checkpoint into the run if there is one -> the run's logger.
 
-    about: lines that describe the run; argv: its command line. Raises InputError, having changed nothing, if
-    the folder is in use or holds another run.
+    Raises InputError, having changed nothing, if the folder is in use or holds another run.
     """
     args = run.args
     world = run.world
@@ -107,9 +102,10 @@ def start_or_resume(run: Run, about: str, argv: list[str]) -> Logger:
     with world.all_or_none():
         if world.is_main:
             folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder)
-            write_config(run, folder, argv)
+            write_config(run, folder)
     run.folder = world.from_main(folder.path if folder else Path())
     checkpoint = world.from_main(folder and folder.checkpoint)
+    about = run.about()
     run.prepare()
     logger: Logger = NullLogger()
     with world.all_or_none():
@@ -122,11 +118,13 @@ def start_or_resume(run: Run, about: str, argv: list[str]) -> Logger:
     return logger
 
 
-def log_step(run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: Rows) -> None:
-    """Log a step's metrics and {file: rows to keep}. It is called between two steps."""
+def conclude_step(run: Run, logger: Logger, metrics: dict[str, float], rows: Rows) -> None:
+    """Log a step's metrics and {file: rows to keep}, then keep its weights if its evaluation is the best so
+    far. It is called between two steps."""
     gc.collect()  # see ``collected_between_steps``
     with run.world.all_or_none():
-        logger.log(step, metrics, rows)
+        logger.log(run.progress.step, metrics, rows)
+    run.keep_best(metrics)
 
 
 def save(run: Run, logger: Logger) -> None:
@@ -138,21 +136,19 @@ def save(run: Run, logger: Logger) -> None:
         with run.world.all_or_none():
             logger.flush()
         checkpoints.save(run)
-    with run.world.all_or_none(), run.gathered():
-        if run.world.is_main:
-            run.save_result()
+    with run.world.all_or_none():
+        run.save_result()
     run.saved_step = step
 
 
 @contextmanager
 def collected_between_steps() -> Iterator[None]:
-    """In this block Python's garbage collector works between two steps only. Afterwards it is as before.
+    """In this block Python's garbage collector works between two steps only.
 
     By itself it works whenever enough new objects were made: in the middle of a step, while a GPU waits.
-    ``log_step`` calls it, and it then looks only at objects that the run has made since it began to train:
-    models and data stay as long as the run.
+    ``conclude_step`` calls it, and it then looks only at objects that the run has made since it began to
+    train: models and data stay as long as the run.
     """
-    before = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -160,8 +156,7 @@ def collected_between_steps() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-        if before:
-            gc.enable()
+        gc.enable()
 
 
 @contextmanager

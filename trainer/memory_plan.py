@@ -26,9 +26,9 @@ from trainer.generation.kv_cache import bytes_per_token
 
 GB = 1e9
 # Tokens of a micro-batch on a GPU: the first that fits. With deterministic algorithms they never change.
-BUDGETS = [1 << 16, 1 << 15, 1 << 14, 1 << 13, 1 << 12]
+BUDGETS = [65536, 32768, 16384, 8192, 4096]
 # Where memory is short: tokens of a micro-batch, and sequences that are sampled together.
-SMALL_BUDGET = 1 << 10
+SMALL_BUDGET = 1024
 FEWER_SLOTS = [256, 128, 64, 32, 16]
 USABLE = {"cuda": 0.9, "cpu": 0.95}  # of what is left: the plan is about right, and memory has gaps
 LATER = 80e6  # bytes of code that is loaded or compiled while a run goes on, by oneDNN, gloo and others

@@ -81,12 +81,6 @@ def discounted_sums(x: Tensor, decay: float) -> Tensor:
     return x
 
 
-def monte_carlo_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """The discounted sum of a token's reward and all later ones of its response, [B, R]: what the values
-    estimate, with no value in it. GAE's returns with lambda 1 are equal to it."""
-    return discounted_sums(torch.where(mask, rewards, 0.0), gamma)
-
-
 def response_rewards(rewards: Tensor, mask: Tensor, answers: int) -> Tensor:
     """The sum of each response's token rewards [B, R] -> [B / answers, answers], a row for each prompt.
 
@@ -194,7 +188,7 @@ def regression(x: Tensor, y: Tensor, mask: Tensor, sum_over_processes: Sum) -> t
 
 def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_processes: Sum) -> float:
     """1 - Var(returns - values) / Var(returns) over the response tokens of the whole batch; NaN where all
-    returns are equal. returns: ``monte_carlo_returns``; GAE's with lambda below 1 contain the values
+    returns are equal. returns: discounted sums of rewards; GAE's with lambda below 1 contain the values
     themselves: with them even noise would seem to explain something."""
     _, error_std = mean_std(sum_over_processes(moments(returns - values, mask)))
     _, return_std = mean_std(sum_over_processes(moments(returns, mask)))
@@ -212,12 +206,6 @@ def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable)
     count = max(1, round(share * len(everyone)))
     least = everyone.kthvalue(len(everyone) - count + 1).values.item()
     return (entropy >= least) & mask
-
-
-def without_truncated(counted: Tensor, finished: Tensor) -> Tensor:
-    """``--mask_truncated``: of the tokens [B, R] that count in the policy loss those of responses that were
-    not cut at --max_gen_len (TRL's mask_truncated_completions; DAPO, arXiv:2503.14476, section 3.4)."""
-    return counted & finished[:, None]
 
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> Tensor:

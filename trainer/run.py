@@ -5,8 +5,6 @@ what they start from: models.py.
 """
 
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ from errors import InputError
 from model.critic import CriticModel
 from model.loading import is_moe
 from model.lora import trained
-from model.saving import State, save_policy, state_dict_in
+from model.saving import save_policy
 from model.weights import sharded_and_whole
 from trainer.about_run import describe_run, fingerprints, start_facts
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
@@ -30,7 +28,7 @@ from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
-from trainer.inputs import choose_rates, count_steps, load_inputs, sampling_sizes
+from trainer.inputs import choose_rates, choose_warmup, load_inputs
 from trainer.memory_plan import Case, Sizes, check_memory
 from trainer.models import build_models, critic_start
 from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_best
@@ -68,7 +66,7 @@ class PpoRun(Run):
         """Flags -> the run, with all inputs checked. Raises InputError."""
         self.world = world
         self.args = args = args.completed()
-        self.actor, self.tokenizer, self.data, self.held_out, notes = load_inputs(args, world)
+        self.actor, self.tokenizer, self.data, self.held_out, room, notes = load_inputs(args, world)
         hidden_size = self.actor.config.hidden_size
         self.result_path = minimind_pth(args.out_dir, "ppo_actor", hidden_size, is_moe(self.actor))
         if Path(args.model).resolve() == self.result_path.resolve():
@@ -93,7 +91,6 @@ class PpoRun(Run):
         if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
             keep_freed_memory()
             self.actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
-        room = sampling_sizes(args, self.data, self.held_out)
         learning = {"learning_rate": ("actor", self.actor)}
         start = None  # what the critic starts from
         weight = 1.0
@@ -105,9 +102,10 @@ class PpoRun(Run):
             if start is not self.actor:
                 notes.append(f"critic   starts from {start.name_or_path} (--critic_init)")
         self.suited, rates = choose_rates(args, learning, args.lora_r > 0)
-        self.total_steps = count_steps(args, len(self.data), world.size)
-        args.freeze()
         self.answers = args.num_generations
+        self.total_steps = self.count_steps()
+        choose_warmup(args, self.total_steps)
+        args.freeze()
         self.minibatch_size = args.mini_batch_size * world.size  # sequences, over all processes
         # Optimizer steps of a batch, of each model.
         self.updates_per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
@@ -176,7 +174,6 @@ class PpoRun(Run):
         self.learners["actor"].first_batch = args.critic_warmup_steps  # before it only the critic trains
         self.loss_scale = LossScale(self.dtype)  # of fp16
         self.progress = Progress(token_budget=self.plan.token_budget)
-        self.state: State | None = None  # of a sharded actor, while it is saved
 
     def _build_options(self) -> None:
         """The options; ``states`` has those with a state that checkpoints keep."""
@@ -230,7 +227,7 @@ class PpoRun(Run):
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        modules = {name: learner.model for name, learner in self.learners.items()}
+        modules = super().modules
         if self.old_actor is not self.actor:
             modules["old_actor"] = self.old_actor
         return modules
@@ -289,19 +286,9 @@ class PpoRun(Run):
                 self.save_actor(self.folder / AVERAGE)
 
     def save_actor(self, path: Path) -> None:
-        """Write the actor as ``path`` and the folder beside it."""
-        save_policy(self.actor, self.tokenizer, path, state=self.state)
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """In this block the main process has the whole state-dict of a sharded actor, to save it. All
-        processes must enter it."""
-        if self.in_step:
-            self.state = state_dict_in(torch.float16, self.actor, self.result_path, self.world.is_main)
-        try:
-            yield
-        finally:
-            self.state = None
+        """Write the actor as ``path`` and the folder beside it. All processes call it: of a sharded actor
+        each has a part."""
+        save_policy(self.actor, self.tokenizer, path, write=self.world.is_main)
 
     def keep_best(self, metrics: dict[str, float]) -> None:
         """If a step's evaluation is the best so far, write the actor's weights into the run folder.
@@ -314,19 +301,17 @@ class PpoRun(Run):
         if not better:
             return
         # The weights before the first step are those of --model.
-        with self.world.all_or_none(), self.gathered():
+        with self.world.all_or_none():
+            if better.step:
+                self.save_actor(self.folder / WEIGHTS)
             if self.world.is_main:
-                if better.step:
-                    self.save_actor(self.folder / WEIGHTS)
                 write_best(self.folder, better)
         self.best = better
 
     def restore_best(self, logger: Any) -> None:
         """The best of a resumed run is that of its folder."""
         with self.world.all_or_none():
-            if self.world.is_main:
-                self.best = best_so_far(self.folder, self.best, logger)
-        self.best = self.world.from_main(self.best)
+            self.best = best_so_far(self.folder, self.best, logger)
 
     def best_note(self) -> str:
         return self.best.describe(WEIGHTS)

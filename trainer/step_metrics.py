@@ -86,11 +86,10 @@ def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> d
     every = torch.ones(len(texts), dtype=torch.bool)
     numbers = torch.tensor([scores_of_all, lengths], dtype=torch.float64)  # each process has those of all
     score, length = (ppo.centred(x, every, torch.clone)[0] for x in numbers)
-    size = (score.square().sum() * length.square().sum()).sqrt().item()
     return {
         "rollout/distinct": len(set(texts)) / len(texts),
         "reward/score_std": score.square().mean().sqrt().item(),
-        "rollout/score_length_corr": (score @ length).item() / size if size else 0.0,
+        "rollout/score_length_corr": torch.cosine_similarity(score, length, dim=0).item(),  # 0 if one is 0
     }
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from dataset.data_order import next_batch
@@ -46,19 +45,13 @@ Items = list[tuple]  # each of lists of ids and one thing more
 EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tenth of all
 
 
-class Part(Subset):
-    """Some records of a file."""
-
-    dataset: RecordDataset
-
-
 class SupervisedRun(Run):
     """A run of stage 1 or 2."""
 
     rate: str  # a kind of ``suited_rate``
     records: type[RecordDataset]  # what it learns from
-    data: Part
-    held_out: Part | None
+    data: RecordDataset
+    held_out: RecordDataset | None
     hf_dir: Path  # where the result is written for transformers
 
     @abstractmethod
@@ -92,20 +85,18 @@ class SupervisedRun(Run):
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
         keep_freed_memory()
-        self.trained = nn.ModuleList(self.modules.values())
-        self.trained.to(world.device).eval()  # no dropout, as in PPO
+        self.model.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
         prepare_training(self.model.base_model, args.gradient_checkpointing)
         _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.model)})
         args.freeze()
-        parameters = trained(self.trained)
+        parameters = trained(self.model)
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        steps = math.ceil(args.epochs * len(self.data) / (args.batch_size * world.size))
-        self.total_steps = min(steps, args.max_steps or steps)
+        self.total_steps = self.count_steps()
         learner = Learner(
-            model=self.trained,
+            model=self.model,
             optimizer=make_optimizer(
                 groups, args.learning_rate, args.moments_dtype, args.seed, betas=(0.9, 0.95)
             ),
@@ -120,25 +111,19 @@ class SupervisedRun(Run):
         """The language model that the run starts from."""
         return load_policy(self.args.model, self.args.trust_remote_code)
 
-    @property
-    def keys(self) -> Keys:
-        """The keys of a record that flags name."""
-        return Keys(self.args.prompt_key, self.args.answer_key)
-
     def load_records(self, path: str) -> RecordDataset:
         """A file of what is learned from."""
         args = self.args
-        return self.records(path, self.tokenizer, args.max_seq_len, args.system_prompt, self.keys)
+        return self.records(path, self.tokenizer, args.max_seq_len, args.system_prompt, Keys.of(args))
 
-    def split_records(self) -> tuple[Part, Part | None]:
+    def split_records(self) -> tuple[RecordDataset, RecordDataset | None]:
         """-> (training records, held-out records or None). These are those of --eval_data_path, or else the
         last --eval_size of --data_path, which are then not trained on. Raises InputError if that leaves none
         to train on."""
         args = self.args
         data = self.load_records(args.data_path)
         if args.eval_data_path:
-            held_out = self.load_records(args.eval_data_path)
-            return Part(data, range(len(data))), Part(held_out, range(len(held_out)))
+            return data, self.load_records(args.eval_data_path)
         kept = min(EVAL_SIZE, len(data) // 10) if args.eval_size is None else args.eval_size
         first = len(data) - kept
         if first <= 0:
@@ -146,12 +131,7 @@ class SupervisedRun(Run):
                 f"--eval_size {kept}: leaves nothing to train on, there are only {len(data)} records in "
                 f"{args.data_path}; lower it"
             )
-        data.edge = first  # a record that is too long is never replaced by one from the other side
-        return Part(data, range(first)), Part(data, range(first, len(data))) if kept else None
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        return {"model": self.model}
+        return data, data.split(first) if kept else None
 
     def loss_counts(self, items: Items) -> list[float]:
         """Numbers by which losses are divided, once summed over processes."""
@@ -164,9 +144,9 @@ class SupervisedRun(Run):
     def fingerprints(self) -> dict[str, str]:
         tokenizer = self.tokenizer
         return {
-            "model": weights_hash(self.trained),
+            "model": weights_hash(nn.ModuleList([self.model])),  # the names in older runs
             "tokenizer": short_hash([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]),
-            "data_path": short_hash([self.data.dataset.fingerprint, len(self.data)]),
+            "data_path": short_hash([self.data.fingerprint, len(self.data)]),
         }
 
     @abstractmethod
@@ -178,12 +158,11 @@ class SupervisedRun(Run):
         lines = [
             f"model    {args.model or 'random weights'}: {self.model.num_parameters() / 1e6:.2f}M "
             f"parameters, {self.model.config.model_type}",
-            f"data     {args.data_path}: {self.data.dataset.describe()}",
+            f"data     {args.data_path}: {self.data.describe()}",
         ]
         if self.held_out:
-            lines[-1] += f", {len(self.held_out)} {'' if args.eval_data_path else 'of them '}held out"
-        parts = filter(None, (self.data, self.held_out))
-        lines += describe_texts(args, dict.fromkeys(part.dataset for part in parts))
+            lines[-1] += f", {len(self.held_out)} held out"
+        lines += describe_texts(args, (self.data, self.held_out))
         return "\n".join(filter(None, [*lines, self.note]))
 
 

@@ -209,7 +209,7 @@ def flag_parser() -> FlagParser:
         at_least=1,
         off=1,
     )
-    add_machine_flags(p, seed="of the prompt order and the sampling noise")
+    add_machine_flags(p)
     switch("--shard", 0, "1: models are split over processes", may_change=True)
     switch(
         "--offload_frozen",
@@ -339,8 +339,8 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     rollout.counted = rollout.mask  # the tokens that the policy loss is of
     if args.entropy_top < 1:
         rollout.counted = ppo.choose_tokens(args.entropy_top, entropy, rollout.mask, run.world.gather)
-    if args.mask_truncated:
-        rollout.counted = ppo.without_truncated(rollout.counted, rollout.finished)
+    if args.mask_truncated:  # TRL's mask_truncated_completions; DAPO, arXiv:2503.14476, section 3.4
+        rollout.counted = rollout.counted & rollout.finished[:, None]
     if args.kl_target:  # before ``estimate``, which uses the weight of the KL
         run.kl.follow(step, newest_rows(rollout, args.batch_size), run.world.sum)
     estimate(run, rollout)
@@ -366,7 +366,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
         rollout.scores, rollout.response_len, mask, kl_penalty=penalty, steps=rollout.step_rewards
     )
     rollout.rewards = rewards
-    rollout.outcomes = ppo.monte_carlo_returns(rewards, mask, args.gamma)
+    rollout.outcomes = ppo.discounted_sums(rewards, args.gamma)  # what values estimate, without any value
     group_std = None
     if args.advantage == "gae":
         # Sets ``critic.scale``, the unit of the value loss. Values change with the first batch only.
@@ -540,7 +540,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     build_and_train(
         build=PpoRun,
         given=parse_args(argv),
-        argv=argv,
         collect=collect,
         learn=learn,
         evaluate=evaluate_actor,

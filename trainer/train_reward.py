@@ -37,14 +37,10 @@ from trainer.flags import (
 def flag_parser() -> FlagParser:
     """All flags: this stage's here, the others in flags.py."""
     p = FlagParser(description=__doc__, common=STAGE_FLAGS)
-    add = p.add
     title = "model (without --model and --hidden_size: the demo's policy and pairs)"
     add_model_flags(p, title, "N: out/full_sft_N.pth")
-    add("--use_moe", 0, "1: load the _moe checkpoint", choices=[0, 1], may_change=True)
+    p.add("--use_moe", 0, "1: load the _moe checkpoint", choices=[0, 1], may_change=True)
     add_stage_flags(p, "pairs, or answers with scores")
-    p.group("keys of pairs")
-    add("--chosen_key", "", "key of the better answer of a pair; default: chosen")
-    add("--rejected_key", "", "key of the worse answer; default: rejected")
     return p
 
 
@@ -54,10 +50,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from dataset.formats import Keys
 from dataset.lm_dataset import PreferenceDataset
 from model.loading import is_moe
 from model.saving import save_directory
@@ -109,11 +103,6 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     return reward.eval()
 
 
-def pair_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
-    """Scores [B] and margins [B] -> sum of -log sigmoid(chosen - rejected - margin). Llama 2, eq. 2."""
-    return -F.logsigmoid(chosen - rejected - margin).sum()
-
-
 # ------------------------------------------------------------------------------------------------- the runs
 
 
@@ -136,15 +125,10 @@ class RewardRun(SupervisedRun):
     rate = "reward"
     records = PreferenceDataset
 
-    @property
-    def keys(self) -> Keys:
-        args = self.args
-        return Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
-
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         args = self.args
-        self.rated = not self.data.dataset.pairs
-        if self.held_out and self.held_out.dataset.pairs == self.rated:
+        self.rated = not self.data.pairs
+        if self.held_out and self.held_out.pairs == self.rated:
             raise InputError(
                 f"--eval_data_path {args.eval_data_path}: one file has pairs, one has scores; give the same "
                 "kind"
@@ -157,16 +141,11 @@ class RewardRun(SupervisedRun):
         torch.manual_seed(args.seed)
         return reward_from(policy, self.tokenizer)
 
-    def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """B lists of ids -> their scores [B] fp32, read at the last token, and the balance loss of a mixture
-        of experts."""
-        scores, _, balance = score_packed(self.model, conversations, self.dtype)
-        return scores, balance
-
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> Loss:
         *sides, given = zip(*items, strict=True)
         # Of pairs: all chosen, then all rejected answers.
-        scores, balance = self.scores([ids for side in sides for ids in side])
+        conversations = [ids for side in sides for ids in side]
+        scores, _, balance = score_packed(self.model, conversations, self.dtype)  # read at their last tokens
         wanted = send(torch.tensor(given, dtype=torch.float32), self.world.device)
         sums = {}
         if self.rated:
@@ -177,7 +156,7 @@ class RewardRun(SupervisedRun):
                 sums = {"score_mean_square": x * x, "y": y, "y_mean_square": y * y, "product": x * y}
         else:
             chosen, rejected = scores.chunk(2)
-            loss = pair_loss(chosen, rejected, wanted)
+            loss = -F.logsigmoid(chosen - rejected - wanted).sum()
             sums = {f"{kind}/accuracy": chosen > rejected, f"{kind}/distance": chosen - rejected}
         metrics = Metrics()
         metrics.add(f"{kind}/loss", loss, len(items))
@@ -200,7 +179,8 @@ class RewardRun(SupervisedRun):
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
 
     def save_result(self) -> None:
-        save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.zero.mean)
+        if self.world.is_main:
+            save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.zero.mean)
 
     def results(self) -> str:
         """Where the result is, and the command for PPO. The result's tokenizer has what the flags have made
@@ -228,7 +208,7 @@ class RewardRun(SupervisedRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    build_and_train(RewardRun, parse_args(argv), argv, collect, learn, evaluate)
+    build_and_train(RewardRun, parse_args(argv), collect, learn, evaluate)
 
 
 if __name__ == "__main__":

@@ -140,8 +140,9 @@ class SftRun(SupervisedRun):
         return means | {"eval/perplexity": math.exp(min(means["eval/loss"], 700.0))}
 
     def save_result(self) -> None:
-        save_policy(self.model, self.tokenizer, self.result_path)
-        save_directory(self.model, self.tokenizer, self.hf_dir)
+        if self.world.is_main:
+            save_policy(self.model, self.tokenizer, self.result_path)
+            save_directory(self.model, self.tokenizer, self.hf_dir)
 
     def results(self) -> str:
         talk = self.command("chat.py", "--model", self.result_path)
@@ -149,7 +150,7 @@ class SftRun(SupervisedRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    build_and_train(SftRun, parse_args(argv), argv, collect, learn, evaluate)
+    build_and_train(SftRun, parse_args(argv), collect, learn, evaluate)
 
 
 if __name__ == "__main__":

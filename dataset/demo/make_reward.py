@@ -14,6 +14,7 @@ import copy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -24,6 +25,7 @@ if __name__ == "__main__":
     set_up_threads()  # OpenMP reads the environment when torch is imported
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -31,7 +33,6 @@ from trainer import train_reward
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.precision import autocast
 from trainer.loop import build_and_train
-from trainer.rewards.reward_models import score_packed
 from trainer.runs.metrics import Metrics
 from trainer.supervised import Items, collect, evaluate, learn
 
@@ -70,20 +71,27 @@ class DemoRun(train_reward.RewardRun):
             torch.manual_seed(self.args.seed)
             deeper = deepened(policy, EXTRA_LAYERS)
         model = super().start_from(deeper)
-        self.lm_head = copy.deepcopy(policy.get_output_embeddings())
+        self.language_head = copy.deepcopy(policy.get_output_embeddings())
         if policy.config.tie_word_embeddings:
-            self.lm_head.weight = model.get_input_embeddings().weight
+            self.language_head.weight = model.get_input_embeddings().weight
+        model.language_head = self.language_head  # it trains as well
+        # What the additional losses are of: the states [N, H] of all tokens, and the scores of the last ones.
+        model.base_model.register_forward_hook(self.keep_states)
+        self.head = model.get_submodule("score")
+        self.head.register_forward_hook(self.keep_scores)
         return model
 
-    @property
-    def modules(self) -> dict[str, torch.nn.Module]:
-        return super().modules | {"lm_head": self.lm_head}
+    def keep_states(self, backbone: torch.nn.Module, given: tuple, output: Any) -> None:
+        self.hidden = output.last_hidden_state.flatten(0, 1)
 
-    def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Keeps what the additional losses are of: the states [N, H] of all tokens, and squared scores."""
-        scores, self.hidden, balance = score_packed(self.model, conversations, self.dtype)
-        self.penalty = SCORE_PENALTY * scores.square().sum()
-        return scores, balance
+    def keep_scores(self, head: torch.nn.Module, given: tuple, output: Tensor) -> None:
+        self.kept_scores = output
+
+    def save_result(self) -> None:
+        """Without the head that predicts tokens."""
+        del self.model.language_head
+        super().save_result()
+        self.model.language_head = self.language_head
 
     def places(self, items: Sequence[tuple]) -> list[int]:
         """[B]: where the chosen answers begin to differ; at least 1, as nothing predicts a first token."""
@@ -99,13 +107,12 @@ class DemoRun(train_reward.RewardRun):
         total, metrics = super().loss(items, totals, kind)
         if kind == "eval":
             return total, metrics
-        total = total + self.penalty / pairs
+        total = total + SCORE_PENALTY * self.kept_scores.square().sum() / pairs
         rows = [item[0] for item in items] + [item[1] for item in items]
         starts = [sum(map(len, rows[:i])) for i in range(len(rows))]  # their first places among all tokens
         parts = [a + first_difference(*item[:2]) for a, item in zip(starts, items * 2, strict=True)]
-        head = self.model.get_submodule("score")
-        chosen, rejected = head(self.hidden[self.ids(parts)]).squeeze(-1).chunk(2)
-        part_loss = train_reward.pair_loss(chosen, rejected)
+        chosen, rejected = self.head(self.hidden[self.ids(parts)]).squeeze(-1).chunk(2)
+        part_loss = -F.logsigmoid(chosen - rejected).sum()
         metrics.add("train/parting_loss", part_loss, len(items))
         total = total + PARTING_COEF * part_loss / pairs
         if language_tokens:
@@ -123,15 +130,14 @@ class DemoRun(train_reward.RewardRun):
             targets += chosen[part:]
         with autocast(states.device, self.dtype):
             found = states.index_select(0, self.ids(places))
-            return -token_logprobs(self.lm_head, found, self.ids(targets), 1.0)[0]
+            return -token_logprobs(self.language_head, found, self.ids(targets), 1.0)[0]
 
     def ids(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.world.device)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = train_reward.parse_args(argv)
-    build_and_train(DemoRun, args, argv, collect, learn, evaluate)
+    build_and_train(DemoRun, train_reward.parse_args(argv), collect, learn, evaluate)
 
 
 if __name__ == "__main__":

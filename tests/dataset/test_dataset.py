@@ -332,7 +332,7 @@ def test_ppo_takes_the_named_keys_and_compares_them_on_resuming(tmp_path, capsys
     files |= SIZES | {"mini_batch_size": 4, "max_gen_len": 4, "critic_warmup_steps": 0, "reasoning": 0}
     tiny.train(**files, prompt_key="x.q", answer_key="gold")
     said = capsys.readouterr().out
-    assert said.count(f"note     {path}: tools are ignored: turns") == 2  # and held out
+    assert said.count(f"note     {path}: tools are ignored: turns") == 1  # though it is held out too
     assert tiny.read_jsonl(tmp_path / "out/r/samples.jsonl")[0]["prompt"] == "b c d"
     assert tiny.read_jsonl(tmp_path / "out/r/metrics.jsonl")[1]["reward/function"] == 0.0
     assert "  held out at step 1: accuracy 0.000 | greedy 0.000 | " in said

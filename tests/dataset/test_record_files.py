@@ -161,7 +161,10 @@ def test_what_is_too_long_is_passed_over(tmp_path, small_limits):
     refused("--max_seq_len", lengths, tmp_path, lambda i: True)
     data = lengths(tmp_path, lambda i: i in (29, 35, 39))
     data.edge = len(data) - 10  # never replaced across this edge
-    assert [data[i].index for i in (28, 29, 30, 35, 39)] == [28, 0, 30, 36, 30]
+    held_out = data.split(30)  # never replaced by one from the other side
+    assert [len(part) for part in (data, held_out)] == [30, 10]
+    assert [data[i].index for i in (28, 29)] == [28, 0]
+    assert [held_out[i].index for i in (0, 5, 9)] == [30, 36, 30]
 
 
 def test_a_bad_line_behind_the_sample(tmp_path, small_limits):

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.data_order import next_batch
-from dataset.formats import Keys, is_pair
+from dataset.formats import Keys, is_pair, named
 from dataset.lm_dataset import LoggedAnswer, LoggedAnswers, LoggedPairs
 from dataset.record_files import open_records
 from model.loading import eos_ids
@@ -34,7 +34,7 @@ def load_logged(
         tokenizer,
         args.max_seq_len,
         args.system_prompt,
-        Keys(args.prompt_key, args.answer_key),
+        Keys.of(args),
         max_response=args.max_gen_len,
         eos=eos_ids(tokenizer, actor),
     )
@@ -45,7 +45,7 @@ def held_out_pairs(
 ) -> LoggedPairs | None:
     """The ``LoggedPairs`` of --eval_data_path where offline PPO is to be evaluated on them, else None."""
     path = args.eval_data_path
-    if args.offline_data_path and path and is_pair(open_records(path)[0]):
+    if args.offline_data_path and path and is_pair(named(open_records(path)[0], Keys.of(args))):
         return load_logged(LoggedPairs, path, args, tokenizer, actor)
     return None
 

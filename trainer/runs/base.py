@@ -9,8 +9,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sized
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ class Run(ABC):
 
     script: str  # the name of its file
     display: Display  # how it is shown
-    args: Namespace  # the completed flags; args.declared: {name: ``Flag``}
+    args: Namespace  # the completed ``Flags``
     world: World
     dtype: torch.dtype  # of mixed precision
     tokenizer: PreTrainedTokenizerBase
@@ -108,14 +107,24 @@ class Run(ABC):
     saved_step: int = 0  # after which the weights of the newest checkpoint and of the result are
 
     @property
-    @abstractmethod
-    def modules(self) -> Mapping[str, nn.Module]:
-        """{file name: what a checkpoint has the weights of}"""
+    def modules(self) -> dict[str, nn.Module]:
+        """{file name: what a checkpoint has the weights of}: the models that train."""
+        return {name: learner.model for name, learner in self.learners.items()}
 
     @property
     def positions(self) -> list[int]:
         """The positions of this process' rows in the global batch (``local_positions``)."""
         return local_positions(self.args.batch_size, self.world.rank, self.world.size, self.answers)
+
+    @property
+    def batch_records(self) -> int:
+        """The records of a batch, over all processes."""
+        return self.args.batch_size * self.world.size // self.answers
+
+    def count_steps(self) -> int:
+        """The number of batches of the whole run."""
+        steps = math.ceil(self.args.epochs * len(self.data) / self.batch_records)
+        return min(steps, self.args.max_steps or steps)
 
     @abstractmethod
     def about(self) -> str:
@@ -145,13 +154,9 @@ class Run(ABC):
         """Where the weights of the best evaluation are, "" without."""
         return ""
 
-    def gathered(self) -> AbstractContextManager:
-        """In this block the main process has the whole weights, to save them."""
-        return nullcontext()
-
     @abstractmethod
     def save_result(self) -> None:
-        """Write the files that users load."""
+        """Write the files that users load. All processes call it, and the main one writes."""
 
     def command(self, script: str, *words: str | Path) -> str:
         """``<this python> <script> <words>`` as one line that can be pasted into a shell in any directory,

@@ -124,7 +124,7 @@ def choose(out_dir: Path, run_name: str, resume: str, kind: str) -> tuple[Path, 
 # ------------------------------------------------------------------------------------- is it the same run?
 
 
-def write_config(run: Run, folder: RunFolder, argv: list[str]) -> None:
+def write_config(run: Run, folder: RunFolder) -> None:
     """Write the run folder's ``config.json``: every flag, and what else influences the result.
 
     If there is one already, compare the two first: InputError if it belongs to another run; differences that
@@ -144,7 +144,7 @@ def write_config(run: Run, folder: RunFolder, argv: list[str]) -> None:
         },
         "fingerprints": run.fingerprints(),
         "facts": run.facts(),
-        "resume_command": resume_command(argv, run.script, folder.path),
+        "resume_command": resume_command(run.args.argv, run.script, folder.path),
         "run_id": secrets.token_hex(8),  # for trackers
     }
     held = folder.path / "config.json"
