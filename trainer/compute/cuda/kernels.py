@@ -50,8 +50,12 @@ def check(device: str = "cuda") -> None:
     joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
     cos = torch.ones_like(half)
     sin = torch.zeros_like(half)
-    found = decode_attention(joint, cos, sin, (None, None), 0.0, ids + 19, keys, values, None, 0.2)
-    query = joint[:, :1]  # the new keys and values are in the cache from here on
+    query = joint[:, :1]
+    found = torch.empty_like(query)
+    decode_attention(
+        2, 1, 1, 32, 20, 20, 0.2, 0.0, joint, cos, sin, None, None, ids + 19, keys, values, found
+    )
+    # The new keys and values are in the cache from here on.
     wanted = F.scaled_dot_product_attention(
         query[:, :, None].float(), keys.float(), values.float(), scale=0.2
     )[:, :, 0]
@@ -89,44 +93,33 @@ def lanes() -> None:
 
 
 def decode_attention(
-    joint: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    norms: Sequence[Tensor | None],
-    eps: float,
-    positions: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    window: int | None,
+    n: int,
+    heads: int,
+    groups: int,
+    dim: int,
+    width: int,
+    window: int,
     scale: float,
-) -> Tensor:
-    """Attention of n new tokens over a cache; their keys and values are written to it. -> [n, heads, dim]
-
-    joint [n, heads + 2 groups, dim]: queries, keys and values of the new tokens, which stand at ``positions``
-    [n] of the first n rows of the cache; keys and values [slots, groups, width, dim]: the cache; norms: the
-    weights by which queries and keys are normed, or (None, None).
-    """
-    n, heads, dim = joint.shape
-    groups, width = values.shape[1:3]
-    heads -= 2 * groups
-    out = joint.new_empty(n, heads, dim)
+    eps: float,
+    joint: Tensor,
+    *tensors: Tensor | None,
+) -> None:
+    """Attention of new tokens over a cache: sizes and tensors as ``KVCache.attend`` passes them."""
     shared = heads // groups
     d = max(16, triton.next_power_of_2(dim))
     # 8 KiB of keys at once. Before the A100, Triton computes products without tensor cores. That needs
     # registers, so columns are few.
-    columns = max(16, min(64, 8192 // (d * keys.element_size())))
+    columns = max(16, min(64, 8192 // (d * joint.element_size())))
     number = 4
-    if not _multiplies_in_tensor_cores(keys.device):
+    if not _multiplies_in_tensor_cores(joint.device):
         columns = 16
         number = 8
     launch(
         triton_kernels.decode_attention, (n, groups),
-        joint, cos, sin, *norms, positions, keys, values, out,
-        dim, width, window or width, scale, float(eps),
+        joint, *tensors, dim, width, window, scale, eps,
         SHARED=shared, ROWS=max(16, triton.next_power_of_2(shared)), D=d, COLUMNS=columns,
         num_warps=number, num_stages=3,
     )  # fmt: skip
-    return out
 
 
 @cache
