@@ -28,7 +28,7 @@ from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.kv_cache import KVCache, bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import sample_tokens, uniform
-from trainer.generation.stops import StopStrings, early_ends
+from trainer.generation.stops import EarlyEnds, StopStrings
 
 SLOTS = 256  # at most so many sequences decode together
 NONE = (0, 0, 0)  # sizes of calls to come: none known
@@ -157,7 +157,7 @@ class Engine:
         self.device = model.device
         eos_ids, self.least, stops = ends
         self.eos = send(torch.tensor(eos_ids), self.device)
-        self.early_ends = early_ends(self.least, eos_ids)
+        self.early_ends = EarlyEnds(self.least, eos_ids)
         self.stop_table = send(stops.table, self.device) if stops else None
 
         def zeros(*shape, dtype=torch.int64):
