@@ -28,7 +28,7 @@ def kernels_of(device_type: str) -> ModuleType | None:
     """The kernels of this kind of device ("cpu", "cuda"), or None where they cannot be compiled or run."""
     if device_type == "cpu":
         return cpu if cpu.library() else None
-    return _cuda() if device_type == "cuda" else None
+    return _cuda()
 
 
 @cache

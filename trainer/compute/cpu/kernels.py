@@ -78,9 +78,8 @@ def call(name: str, *arguments: Any) -> int:
     return function(bf16, torch.get_num_threads(), *values)
 
 
-def lanes() -> int:
-    """How many fp32 numbers a vector of this machine has: the keys in one block of the KV cache."""
-    return call("lanes")
+# -> how many fp32 numbers a vector of this machine has: the keys in one block of the KV cache
+lanes = partial(call, "lanes")
 
 
 def over_rows(name: str, x: Tensor, *arguments: Any) -> None:
