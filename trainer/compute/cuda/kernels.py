@@ -30,24 +30,22 @@ def check(device: str = "cuda") -> None:
     dtype = fast_dtype("auto", torch.device(device))
     x = torch.linspace(-2, 2, 64, device=device).view(2, 32)
     half = x.to(dtype)
-    each = x[:, 0].contiguous()
-    spare_half = half.clone()  # all may write to it: only the result of attention is looked at
-    spare_each = each.clone()
+    joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
+    each = x[:, 0].contiguous()  # all may write to it, x and half: only the result of attention is looked at
     ids = x.new_zeros(2, dtype=torch.int64)
     parts = x.new_empty(PARTS, 32)
-    over_rows("rms_norm", x, half, x[1], x.clone(), spare_half, spare_each, 1e-6)
-    over_rows("rms_norm_backward", x, x[1], each, half, x, x.clone(), spare_half, parts)
-    over_rows("rotate", half, half, half, spare_half, 1, 1.0)
-    over_rows("silu_mul", half, half, spare_half, 32)
-    over_rows("silu_mul_backward", half, half, half, spare_half, spare_half)
-    token_logprobs(x, ids, 1.0, spare_each, spare_each, spare_each)
-    over_rows("token_logprobs_backward", x, ids, each, each, each, each, spare_half, 1.0)
+    over_rows("rms_norm", x, half, x[1], x, half, each, 1e-6)
+    over_rows("rms_norm_backward", x, x[1], each, half, x, x, half, parts)
+    over_rows("rotate", half, half, half, half, 1, 1.0)
+    over_rows("silu_mul", half, half, half, 32)
+    over_rows("silu_mul_backward", half, half, half, half, half)
+    token_logprobs(x, ids, 1.0, each, each, each)
+    over_rows("token_logprobs_backward", x, ids, each, each, each, each, half, 1.0)
     noise = x.new_zeros(2, 1, dtype=torch.float64)
     state = list(ids.repeat(4, 1))
     sample_and_store(x, 1.0, noise, ids[:1], 1, state, (noise.long(), noise.float()))
     keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
     values = keys.flip(2)
-    joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
     cos = torch.ones_like(half)
     sin = torch.zeros_like(half)
     query = joint[:, :1]
