@@ -159,10 +159,7 @@ class Engine:
         self.eos = send(torch.tensor(eos_ids), self.device)
         self.early_ends = EarlyEnds(self.least, eos_ids)
         self.stop_table = send(stops.table, self.device) if stops else None
-
-        def zeros(*shape, dtype=torch.int64):
-            return torch.zeros(shape, dtype=dtype, device=model.device)
-
+        zeros = self.eos.new_zeros  # ids, on the device
         # begun: how much of a stop string the text ends with, a state of ``StopStrings``. done: 0 while the
         # sequence goes on; 1 where it was cut, or the slot is empty; 2 or 3 where it has ended by itself
         self.state = zeros(6, slots)
