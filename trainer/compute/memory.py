@@ -167,9 +167,7 @@ class HostMemory:
         for model in models:
             weights = [p for p in model.parameters() if p not in stay]
             for p in weights:
-                p.data = p.data.cpu()
-                if self.device.type == "cuda":
-                    p.data = p.data.pin_memory()
+                p.data = p.data.cpu().pin_memory()
             self.waiting[model] = [(p, p.data) for p in weights]
 
     @contextmanager
