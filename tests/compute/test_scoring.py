@@ -95,7 +95,7 @@ class Numbers(scoring.Scorer):
     name = "numbers"
 
     def __init__(self, of_rows):
-        super().__init__(torch.float32)
+        super().__init__()
         self.of_rows = of_rows
 
     def forward(self, rows, layout, factor=1.0):

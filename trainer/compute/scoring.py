@@ -138,14 +138,10 @@ def load_balance_loss(router_logits: Sequence[Tensor], layout: Layout, top_k: in
 
 
 class Scorer(nn.Module):
-    """A model that scores tokens. dtype: of autocast."""
+    """A model that scores tokens, under autocast in its ``dtype``."""
 
     name: str  # of what it finds, for the progress bar
     in_step: InStep | None = None  # where the model is sharded
-
-    def __init__(self, dtype):
-        super().__init__()
-        self.dtype = dtype
 
 
 class PolicyScorer(Scorer):
@@ -161,8 +157,9 @@ class PolicyScorer(Scorer):
         early_ends: Any = None,  # ``EarlyEnds``, of a room above
         learn_entropy: bool = False,
     ) -> None:
-        super().__init__(dtype)
+        super().__init__()
         self.model = model
+        self.dtype = dtype
         self.early_ends = early_ends
         self.learn_entropy = learn_entropy
 
@@ -191,8 +188,9 @@ class ValueScorer(Scorer):
     name = "values"
 
     def __init__(self, critic: CriticModel, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(dtype)
+        super().__init__()
         self.critic = critic
+        self.dtype = dtype
 
     def forward(self, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """tokens [B, T], ``Layout.of_responses`` -> values [B, R] fp32, 0 on padding, balance loss (weighted
