@@ -188,6 +188,5 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse. {}, of a run in another type, changes nothing."""
-        if self.active and state:
-            self.value = state["value"]
-            self.good_steps = state["good_steps"]
+        if self.active:
+            vars(self).update(state)
