@@ -245,7 +245,7 @@ def BROKEN(f):
 
 def forget_temperature():
     """Updates compute the log-probs at temperature 1; the old actor's are at that of the flag."""
-    loss = train_ppo.LOSSES["actor"]
+    loss = train_ppo.actor_loss
 
     def forgetful(run, *rest):
         args = run.args
@@ -255,7 +255,7 @@ def forget_temperature():
         finally:
             run.args = args
 
-    train_ppo.LOSSES["actor"] = forgetful
+    train_ppo.actor_loss = forgetful
 
 
 def keep_first_weights():
@@ -265,19 +265,24 @@ def keep_first_weights():
 
 def lose_losses():
     """Every fourth loss of the actor is NaN."""
-    loss, calls = train_ppo.LOSSES["actor"], itertools.count(1)
+    loss, calls = train_ppo.actor_loss, itertools.count(1)
 
     def sometimes_nan(run, *rest):
         found, metrics = loss(run, *rest)
         return found * (1.0 if next(calls) % 4 else math.nan), metrics
 
-    train_ppo.LOSSES["actor"] = sometimes_nan
+    train_ppo.actor_loss = sometimes_nan
 
 
 def shift_logprobs():
     """The log-probs of all tokens are those of the token before."""
-    score = train_ppo.score_policy
-    train_ppo.score_policy = lambda *args: [x.roll(1, 1) for x in score(*args)]
+    score = train_ppo.score_all
+
+    def shifted(rollout, scorer, *rest, **more):
+        found = score(rollout, scorer, *rest, **more)
+        return [x.roll(1, 1) for x in found] if scorer.name == "log-probs" else found
+
+    train_ppo.score_all = shifted
 
 
 FAULTS = {

@@ -71,9 +71,7 @@ class Judge:
         rollout = self.sampler.load(policy).sample(ids, keys, self.eos, self.args.max_gen_len, 1.0)
         texts = response_texts(rollout, self.tokenizer)
         scorers = PolicyScorer(policy), self.reference
-        log_p, log_q = (
-            score_all(rollout, lambda rows, s=s: s(rows.tokens, rows.layout, 1.0)[0]) for s in scorers
-        )
+        log_p, log_q = (score_all(rollout, scorer)[0] for scorer in scorers)
         count = len(self.prompts)
         found = {
             "score": total_scores(self.reward, self.prompts, texts, rollout.finished.tolist()).mean().item(),

@@ -108,7 +108,7 @@ def rollout_of_a_large_model(device):
     seconds = time.perf_counter() - start
     pack_sequences(model.base_model)
     scorer = PolicyScorer(model, dtype)
-    scored = score_all(rollout, lambda r: scorer(r.tokens, r.layout, 1.0)[0])
+    scored, _ = score_all(rollout, scorer)
     gap = ((scored - rollout.sampler_logprobs).abs() * rollout.mask).sum() / tokens
     return {"tokens/s": round(tokens / seconds), "sampler gap": f"{gap.item():.1e}"}
 

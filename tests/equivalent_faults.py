@@ -14,10 +14,8 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k, dim=1).indices, 1.0)",
         ],
         "a pass has more than one token in any case": [
-            "token_budget: int = 1,",
-            "def score_policy(rollout: Rollout, scorer: PolicyScorer, temperature: float, "
-            "token_budget: int = 1) -> Tensor:",
-            "def score_values(rollout: Rollout, scorer: ValueScorer, token_budget: int = 1) -> Tensor:",
+            "def score_all(rollout: Rollout, scorer: Scorer, token_budget: int = 1, "
+            "**more: float) -> list[Tensor]:",
         ],
         "any row will do where there is none left": [
             "rows = index or [1]  # of a pass of a sharded model for which no rows are left"
@@ -93,8 +91,8 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
 HAND_WRITTEN = {
     "trainer/compute/scoring.py": [
         (
-            "F.pad(part, (0, width - part.shape[-1]))",
-            "F.pad(part, (width - part.shape[-1], 0))",
+            "F.pad(x, (0, width - x.shape[1]))",
+            "F.pad(x, (width - x.shape[1], 0))",
             "tests/compute/test_scoring.py",
         )
     ],

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from errors import InputError
 from model.loading import eos_ids
-from trainer.generation.stops import HALF, EarlyEnds, StopStrings, early_ends
+from trainer.generation.stops import HALF, EarlyEnds, StopStrings
 from trainer.rewards.rules import TAGS
 
 
@@ -20,7 +20,7 @@ class Endings(NamedTuple):
 
     eos: list[int]  # the token ids that do
     stops: StopStrings | None
-    early: EarlyEnds | None  # forbids these ids where a response is still too short
+    early: EarlyEnds  # forbids these ids where a response is still too short
 
 
 def load_endings(args: Namespace, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel) -> Endings:
@@ -32,7 +32,8 @@ def load_endings(args: Namespace, tokenizer: PreTrainedTokenizerBase, policy: Pr
             raise InputError(f"--stop_token_ids {i}: the tokenizer has no such id; correct it")
     texts, ids = read_stops(args.stop, tokenizer, args.reasoning)
     ends = sorted({*eos_ids(tokenizer, policy), *args.stop_token_ids, *ids})
-    return Endings(ends, StopStrings(texts, tokenizer) if texts else None, early_ends(args.min_gen_len, ends))
+    stops = StopStrings(texts, tokenizer) if texts else None
+    return Endings(ends, stops, EarlyEnds(args.min_gen_len, tuple(ends)))
 
 
 def keep_endings(endings: Endings, policy: PreTrainedModel) -> None:

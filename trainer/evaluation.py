@@ -13,7 +13,7 @@ from dataset.answers import comparable
 from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
 from progress_bar import phase
 from trainer.collect import Batch, raw_scores, respond, sampling_from
-from trainer.compute.scoring import score_policy
+from trainer.compute.scoring import score_all
 from trainer.generation.sampling import noise_keys
 from trainer.inputs import EVAL_BATCH
 from trainer.options.offline import logged_rollout
@@ -119,8 +119,8 @@ def evaluate_pairs(run: PpoRun, pairs: LoggedPairs) -> dict[str, float]:
         for places in run.world.batches_of(len(pairs), PAIRS):
             found = [pairs[place] for place in places or [0]]
             rollout = logged_rollout([answer for pair in found for answer in pair], run.world.device)
-            actor, _ = score_policy(rollout, run.scorers["actor"], temperature)
-            ref, _ = score_policy(rollout, run.scorers["reference"], temperature)
+            actor, _ = score_all(rollout, run.scorers["actor"], temperature=temperature)
+            ref, _ = score_all(rollout, run.scorers["reference"], temperature=temperature)
             if places:  # else only other processes have pairs left; sharded models need all processes
                 moved = torch.where(rollout.mask, actor - ref, 0.0).sum(1)
                 preferred = 0.5 + 0.5 * torch.sign(moved[::2] - moved[1::2])

@@ -250,7 +250,7 @@ from trainer.collect import (
 )
 from trainer.compute.batching import send
 from trainer.compute.rollout_data import Rollout
-from trainer.compute.scoring import score_policy, score_values
+from trainer.compute.scoring import score_all
 from trainer.evaluation import evaluate_actor
 from trainer.flags import Flags
 from trainer.inputs import complete_flags
@@ -321,7 +321,9 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     budget = min(run.progress.token_budget, per_update)
     with run.host.on_device(run.old_actor, run.ref):
         if run.uses_reference:
-            new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature, budget)
+            new.ref_logprobs, _ = score_all(
+                new, run.scorers["reference"], budget, temperature=args.temperature
+            )
         rollout = run.replay.join(new) if args.replay_batches else new
         if args.offline_data_path:
             # Nobody knows who wrote the answers; the reference counts as it: the ratio is actor / reference.
@@ -330,9 +332,9 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
             rollout.old_logprobs = rollout.sampler_logprobs
         else:
             scorer = run.scorers["old_actor"]
-            rollout.old_logprobs, entropy = score_policy(rollout, scorer, args.temperature, budget)
+            rollout.old_logprobs, entropy = score_all(rollout, scorer, budget, temperature=args.temperature)
     if run.critic:
-        rollout.values = score_values(rollout, run.value_scorer, budget)
+        [rollout.values] = score_all(rollout, run.value_scorer, budget)
     rollout.importance_weights = ppo.importance_weights(
         rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask, args.importance_cap
     )

@@ -132,22 +132,34 @@ def _sees_the_future(*args, window_size=(-1, 0), **more):
 
 def test_a_kernel_that_does_not_work_is_named_once_and_never_used(here, monkeypatch):
     """In fp32 and on a CPU none is tried."""
-    packing = Layout(LENGTHS)
+    packing, called = Layout(LENGTHS), []
     rows = [torch.randn(sum(LENGTHS), 2, 8).bfloat16() for _ in range(3)]
+
+    def used(kernel, *rows):
+        """Whether this kernel takes part in attention, whose result is that of padded rows in any case"""
+        monkeypatch.setattr(
+            varlen, "varlen_attn", lambda *args, **more: called.append(1) or kernel(*args, **more)
+        )
+        called.clear()
+        out, _ = attention.attention(
+            None, *(x.transpose(0, 1)[None] for x in rows), None, packing=packing, scaling=0.3
+        )
+        assert (out[0] - attention._padded_attention(*rows, packing, None, 0.3)).abs().max() < 0.03
+        return bool(called)
+
     for kernel, reason in ((_refuses, "only supports Ampere"), (_sees_the_future, "its results differ")):
         attention._flash_works.cache_clear()
-        monkeypatch.setattr(varlen, "varlen_attn", kernel)
         with pytest.warns(UserWarning, match=f"no flash attention of packed rows, .*{reason}"):
-            assert attention._flash_attention(*rows, packing, None, 0.3) is None
+            assert used(kernel, *rows)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert attention._flash_attention(*rows, packing, None, 0.3) is None
+            assert not used(kernel, *rows)
     attention._flash_works.cache_clear()
-    assert attention._flash_attention(*(x.float() for x in rows), packing, None, 0.3) is None
-    monkeypatch.setattr(varlen, "varlen_attn", by_definition)
-    assert attention._flash_attention(*rows, packing, None, 0.3) is not None
+    assert not used(by_definition, *(x.float() for x in rows))
+    assert used(by_definition, *rows)
+    attention._flash_works.cache_clear()
     monkeypatch.setattr(attention, "FLASH_DEVICE", "cuda")
-    assert attention._flash_attention(*rows, packing, None, 0.3) is None
+    assert not used(by_definition, *rows)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

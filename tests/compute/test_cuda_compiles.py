@@ -62,7 +62,8 @@ def decoding(k, dtype, heads, groups, dim, normed):
     joint, turns = tensor(3, heads + 2 * groups, dim, dtype=dtype), [tensor(3, 1, 1, dim, dtype=dtype)] * 2
     cache, norm = tensor(4, groups, 48, dim, dtype=dtype), tensor(dim, dtype=dtype) if normed else None
     positions = torch.zeros(3, dtype=torch.int64)
-    k.decode_attention(joint, *turns, (norm, norm), 1e-6, positions, cache, cache, None, 0.1)
+    sizes, out = (3, heads, groups, dim, 48, 48, 0.1, 1e-6), tensor(3, heads, dim, dtype=dtype)
+    k.decode_attention(*sizes, joint, *turns, norm, norm, positions, cache, cache, out)
 
 
 def sampling(k, dtype, size, ends):

@@ -105,11 +105,17 @@ def test_freed_memory_is_kept_for_speed_and_given_back_where_it_is_short():
     assert asked > 0.9
 
 
+@pytest.fixture
+def pinned(monkeypatch):
+    """A CPU has no memory to pin."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+
+
 def pointers(model):
     return [p.data_ptr() for p in model.parameters()]
 
 
-def test_a_model_is_on_the_device_in_the_block_and_nowhere_else():
+def test_a_model_is_on_the_device_in_the_block_and_nowhere_else(pinned):
     """What is copied into a waiting model, as into the old actor, is there on the device."""
     model, other, newer = (tiny_llama(10, seed=seed) for seed in range(3))
     ids, host = torch.tensor([[1, 2, 3]]), HostMemory(CPU)
@@ -125,7 +131,7 @@ def test_a_model_is_on_the_device_in_the_block_and_nowhere_else():
     assert same(newer.parameters(), model.parameters())
 
 
-def test_what_a_trained_model_shares_stays():
+def test_what_a_trained_model_shares_stays(pinned):
     trained, host = tiny_llama(10), HostMemory(CPU)
     for p in list(trained.parameters())[:3]:
         p.requires_grad_(False)
@@ -137,7 +143,7 @@ def test_what_a_trained_model_shares_stays():
 
 
 @pytest.mark.parametrize("lora_r", [0, 2])
-def test_a_run_with_offload_is_the_same_and_scores_with_models_on_the_device(tmp_path, lora_r):
+def test_a_run_with_offload_is_the_same_and_scores_with_models_on_the_device(tmp_path, lora_r, pinned):
     """A phase that forgot to fetch its model would compute with the waiting copy, which is made wrong."""
     files, results = run_files(tmp_path, count=16), []
     judge = {"eval_data_path": files["data_path"], "eval_reward_model": files["reward_model"]}

@@ -89,18 +89,32 @@ def test_a_models_balance_loss_has_the_weight_and_top_k_of_its_config(chosen):
     assert scoring.packed_states(tiny_llama(8).base_model, tokens, Layout([5]))[1] == 0  # a dense model
 
 
+class Numbers(scoring.Scorer):
+    """Finds what a function of the rows says, twice: the second time multiplied"""
+
+    name = "numbers"
+
+    def __init__(self, of_rows):
+        super().__init__()
+        self.of_rows = of_rows
+
+    def forward(self, rows, layout, factor=1.0):
+        found = self.of_rows(rows)
+        return found, factor * found, None
+
+
 def test_micro_batches_are_padded_on_the_right_and_come_back_in_row_order(monkeypatch):
     monkeypatch.setattr(scoring, "tokens_per_pass", lambda device: 4)  # each sequence on its own
     lengths = [4, 2, 3]
-    rollout = SimpleNamespace(sampler_logprobs=torch.zeros(3, 4), tokens=torch.zeros(3, 4), rows=list)
+    rollout = SimpleNamespace(sampler_logprobs=torch.zeros(3, 4), tokens=torch.zeros(3, 4))
+    rollout.rows = lambda rows: SimpleNamespace(tokens=rows, layout=None)
     rollout.layout = SimpleNamespace(lengths=lengths)
-    found = scoring.score_all(rollout, lambda rows: torch.full((len(rows), lengths[rows[0]]), rows[0] + 1.0))
+    scorer = Numbers(lambda rows: torch.full((len(rows), lengths[rows[0]]), rows[0] + 1.0))
+    found, doubled = scoring.score_all(rollout, scorer, factor=2.0)
     assert found.tolist() == [[1, 1, 1, 1], [2, 2, 0, 0], [3, 3, 3, 0]]
+    assert doubled.equal(2 * found)
     for budget, wanted in ((9, [3]), (3, [1, 1, 1])):  # what a plan allows, where that is more
-
-        def score(rows, sizes=(sizes := [])):
-            sizes.append(len(rows))
-            return torch.zeros(len(rows), 4)
-
-        scoring.score_all(rollout, score, token_budget=budget)
+        sizes = []
+        scorer = Numbers(lambda rows, sizes=sizes: sizes.append(len(rows)) or torch.zeros(len(rows), 4))
+        scoring.score_all(rollout, scorer, token_budget=budget)
         assert sizes == wanted

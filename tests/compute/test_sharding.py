@@ -229,7 +229,7 @@ def out_of_memory(in_step, kind):
     try:
         if kind == "train":
             for rows in in_step.passes(micro_batches(lengths, 9)):
-                in_step.run(partial(work, rows))
+                in_step.run(work, rows)
         else:
             scorer.in_step = in_step
             each_micro_batch(lengths, 9, work, in_step=scorer.in_step)

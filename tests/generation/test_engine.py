@@ -86,7 +86,7 @@ def gap(policy, dtype, prompts=PROMPTS):
     sampler = Sampler(policy, dtype)
     rollout = sampler.sample(prompts, noise_keys(7, 3, range(len(prompts))), [0], 10, 1.0)
     assert (sampler.copy.model.dtype, rollout.sampler_logprobs.dtype) == (dtype, torch.float32)
-    scored = score_all(rollout, lambda r: PolicyScorer(policy)(r.tokens, r.layout, 1.0)[0])
+    scored, _ = score_all(rollout, PolicyScorer(policy))
     return sampler, ((scored - rollout.sampler_logprobs).abs().sum() / rollout.mask.sum()).item()
 
 

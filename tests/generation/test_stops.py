@@ -15,7 +15,7 @@ from trainer.compute.scoring import PolicyScorer
 from trainer.endings import load_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys, uniform
-from trainer.generation.stops import StopStrings, decode, early_ends
+from trainer.generation.stops import EarlyEnds, StopStrings, decode
 
 CASES = [
     ["ab"],
@@ -168,7 +168,7 @@ def test_whatever_ends_a_response_nothing_else_changes(model, wanted, slots, dev
     assert [shortest for shortest, _ in seen] == [1, 1, 5, 2, 1, 10, 6]
     assert seen[0][1] > seen[1][1] and all(0 < finished < 24 for _, finished in seen)
     assert bool(sampler.graphs.captured) == (device == "GPU")
-    assert [early_ends(least, ENDS) for least in (0, 1)] == [None, None]
+    assert [bool(EarlyEnds(least, (0,))) for least in (0, 1, 2)] == [False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -181,7 +181,7 @@ def test_in_half_precision_and_greedy_too(model, dtype, temperature):
 
 def test_the_scorer_gives_the_log_probs_of_the_sampler(model):
     rollout = Sampler(model).sample(PROMPTS, KEYS, ENDS, 8, 1.0, 5)
-    scorer = PolicyScorer(model, early_ends=early_ends(5, ENDS))
+    scorer = PolicyScorer(model, early_ends=EarlyEnds(5, tuple(ENDS)))
     logprobs, entropy, _ = scorer(rollout.tokens, rollout.layout, 1.0)
     assert (logprobs - rollout.sampler_logprobs).abs().max() < 1e-5
     unmasked, more, _ = PolicyScorer(model)(rollout.tokens, rollout.layout, 1.0)
@@ -203,7 +203,8 @@ def test_flags_to_ends():
     found = endings("--stop", "a\\n", "<|end|>", "b\\tb", "--stop_token_ids", "3", tokenizer=tokenizer)
     assert found.stops.texts == ["a\n", "b\tb"]
     assert found.eos == [0, 3, tokenizer.convert_tokens_to_ids("<|end|>")]
-    assert endings() == ([0], None, None)
+    assert endings() == ([0], None, EarlyEnds(0, (0,)))
+    assert not endings().early
     assert endings("--min_gen_len", "3", "--stop_token_ids", "4").early.ids == (0, 4)
 
 

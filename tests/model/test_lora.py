@@ -178,8 +178,7 @@ def test_updates_move_the_adapters_and_not_one_bit_of_what_is_frozen(files):
     rollout, metrics = filled_rollout(run, prompts, CHECK_SAMPLER)
     original = load_policy(files["model"])
     prepare_training(original.base_model, False)
-    scorer = PolicyScorer(original)
-    untouched = score_all(rollout, lambda rows: scorer(rows.tokens, rows.layout, run.args.temperature)[0])
+    untouched, _ = score_all(rollout, PolicyScorer(original), temperature=run.args.temperature)
     assert rollout.ref_logprobs.equal(untouched)
     assert not rollout.old_logprobs.allclose(untouched, atol=1e-2)
     assert metrics.means(run.world)["rollout/sampler_gap"] < 1e-5  # the sampler has the adapters merged in

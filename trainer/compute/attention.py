@@ -51,9 +51,9 @@ def attention(
     scaling = kwargs.get("scaling")
     if packing is not None:
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # x[0]'s gradient is a copy
-        out = _flash_attention(q, k, v, packing, window, scaling)
-        if out is None:
-            out = _padded_attention(q, k, v, packing, window, scaling)
+        shapes = q.shape[1:], k.shape[1:], v.shape[1:]
+        flash = _flash_works(q.device, compute_dtype(q), shapes, bool(window))
+        out = (_flash_attention if flash else _padded_attention)(q, k, v, packing, window, scaling)
         return out[None], None
     if attention_mask is None and query.shape[2] == key.shape[2]:
         return _causal_attention(query, key, value, window, scaling), None
@@ -133,38 +133,30 @@ def rotated_attention(
 
 
 def _flash_attention(query, key, value, packing, window, scaling):
-    """torch's flash attention for sequences of different lengths, causal in each sequence of a packed row
-    -> [N, heads, dim]; None where it cannot run. Shapes: those of ``_padded_attention``.
-
-    It computes the whole row in one call, without padding, grouped heads and sliding windows included, in
-    fp16 and bf16 on GPUs from Ampere (sm80) on. Whether it works here is tried once for each kind of layer.
-    """
-    dtype = compute_dtype(query)
-    if query.device.type != FLASH_DEVICE or dtype == torch.float32:
-        return None
-    shapes = query.shape[1:], key.shape[1:], value.shape[1:]
-    if not _flash_works(query.device, dtype, shapes, bool(window)):
-        return None
-    return _flash(query.to(dtype), key.to(dtype), value.to(dtype), packing, window, scaling)
-
-
-def _flash(query, key, value, packing, window, scaling):
+    """torch's flash attention of a packed row, in the dtype of matrix products -> [N, heads, dim]. It
+    computes the whole row in one call, without padding, grouped heads and sliding windows included. Shapes:
+    those of ``_padded_attention``."""
     from torch.nn.attention.varlen import varlen_attn
 
+    dtype = compute_dtype(query)
     starts = packing.starts.int()
     most = packing.longest
     back = (window or 0) - 1  # how many earlier tokens one sees, -1: all
     # torch 2.11 takes grouped heads as they are
     more: Any = {"enable_gqa": True} if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()) else {}
     return varlen_attn(
-        query, key, value, starts, starts, most, most, scale=scaling, window_size=(back, 0), **more
-    )
+        query.to(dtype), key.to(dtype), value.to(dtype), starts, starts, most, most,
+        scale=scaling, window_size=(back, 0), **more,
+    )  # fmt: skip
 
 
 @cache
 def _flash_works(device, dtype, shapes, windowed):
-    """Whether flash attention gives the values and gradients of padded attention in fp32 for such heads; a
-    warning says why it does not."""
+    """Whether flash attention runs here and gives the values and gradients of padded attention in fp32 for
+    such heads; a warning says why it does not. It needs a GPU from Ampere (sm80) on, and fp16 or bf16. Tried
+    once for each kind of layer."""
+    if device.type != FLASH_DEVICE or dtype == torch.float32:
+        return False
     packing = Layout(TRIED_LENGTHS, device=device)
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn((sum(TRIED_LENGTHS), *shape), generator=generator) for shape in shapes]
@@ -173,7 +165,7 @@ def _flash_works(device, dtype, shapes, windowed):
 
     reason = difference(
         lambda: _padded_attention(query.float(), key.float(), value.float(), packing, window, 0.2),
-        lambda: _flash(query, key, value, packing, window, 0.2),
+        lambda: _flash_attention(query, key, value, packing, window, 0.2),
         device,
         rows,
         tolerance=0.03,  # bf16 has eight bits

@@ -22,14 +22,13 @@ from torch import Tensor
 from errors import first_line
 from trainer.compute.cpu import kernels as cpu
 from trainer.compute.memory import is_out_of_memory
-from trainer.compute.precision import exact_products
 
 
 def kernels_of(device_type: str) -> ModuleType | None:
     """The kernels of this kind of device ("cpu", "cuda"), or None where they cannot be compiled or run."""
     if device_type == "cpu":
         return cpu if cpu.library() else None
-    return _cuda() if device_type == "cuda" else None
+    return _cuda()
 
 
 @cache
@@ -99,7 +98,8 @@ def difference(
 ) -> str:
     """Try a faster path against its reference -> "" where it gives the same, else why it cannot be used.
 
-    Compared are the results of the two, and their gradients with respect to ``inputs``, with exact products.
+    Compared are the results of the two, and their gradients with respect to ``inputs``, where fp32 products
+    are computed in fp32, without TF32 and autocast.
     tolerance: of differences, relative to the number itself and to the largest one: of the results, or of all
     gradients. Raised is only that memory ran out: it says nothing about a path.
     """
@@ -113,12 +113,17 @@ def difference(
 
     # Hooks of our own: those of gradient checkpointing would count what the trial keeps as the layer's.
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    in_fp32 = torch.autocast(device.type, enabled=False)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     try:
-        with hooks, exact_products(device), torch.set_grad_enabled(bool(inputs)):
+        with hooks, in_fp32, torch.set_grad_enabled(bool(inputs)):
             pairs = zip(results(reference), results(faster), strict=True)
             same = all(torch.allclose(x, y, tolerance, tolerance * y.abs().max().item()) for y, x in pairs)
     except Exception as error:  # Triton and the code of models raise whatever they like
         if is_out_of_memory(error):
             raise
         return first_line(error)[:120]
+    finally:
+        torch.set_float32_matmul_precision(before)
     return "" if same else "its results differ"

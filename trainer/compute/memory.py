@@ -18,7 +18,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import psutil
@@ -60,8 +59,7 @@ def free_unused_memory() -> None:
     """Free what nothing uses any more, and give back what torch keeps of a GPU's memory for later, and what
     the C library of Linux keeps of the main memory."""
     gc.collect()  # tensors in a cycle of references, which would otherwise wait for Python's collector
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # where there is a GPU
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -85,7 +83,7 @@ def each_micro_batch(
         while waiting:
             rows = waiting.pop(0)
             if in_step:
-                in_step.run(partial(work, rows))
+                in_step.run(work, rows)
             elif not attempt(work, rows)[0]:
                 if len(rows) == 1:
                     raise out_of_memory_error(lengths[rows[0]])
@@ -169,9 +167,7 @@ class HostMemory:
         for model in models:
             weights = [p for p in model.parameters() if p not in stay]
             for p in weights:
-                p.data = p.data.cpu()
-                if self.device.type == "cuda":
-                    p.data = p.data.pin_memory()
+                p.data = p.data.cpu().pin_memory()
             self.waiting[model] = [(p, p.data) for p in weights]
 
     @contextmanager

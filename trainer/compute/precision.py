@@ -14,8 +14,7 @@ the result, ppo_actor_*.pth                      fp16
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,18 +73,6 @@ def set_precision(name: str, device: torch.device, deterministic: int = 0) -> to
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return fast_dtype(name, device)
-
-
-@contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """In this block fp32 products are computed in fp32, without TF32 and autocast: for comparisons."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def check_finite(numbers: Tensor, dtype: torch.dtype, what: str) -> None:
@@ -201,6 +188,5 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse. {}, of a run in another type, changes nothing."""
-        if self.active and state:
-            self.value = state["value"]
-            self.good_steps = state["good_steps"]
+        if self.active:
+            vars(self).update(state)

@@ -97,10 +97,8 @@ def join_rollouts(parts: Iterable[Rollout]) -> Rollout:
     lacks is lacking in the result."""
     found = [part.filled() for part in parts]
     joined: dict[str, Any] = {}
-    for name in found[0]:
-        tensors = [x[name] for x in found if name in x]
-        if len(tensors) < len(found):
-            continue
+    for name in set(found[0]).intersection(*found):
+        tensors = [x[name] for x in found]
         if tensors[0].dim() == 2:
             width = max(x.shape[1] for x in tensors)
             tensors = [F.pad(x, (0, width - x.shape[1])) for x in tensors]

@@ -11,7 +11,7 @@ computed only where a response token is predicted, and never for a whole batch a
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -137,19 +137,18 @@ def load_balance_loss(router_logits: Sequence[Tensor], layout: Layout, top_k: in
     return total
 
 
-class _Scorer(nn.Module):
-    """A model that scores tokens. dtype: of autocast."""
+class Scorer(nn.Module):
+    """A model that scores tokens, under autocast in its ``dtype``."""
 
+    name: str  # of what it finds, for the progress bar
     in_step: InStep | None = None  # where the model is sharded
 
-    def __init__(self, dtype):
-        super().__init__()
-        self.dtype = dtype
 
-
-class PolicyScorer(_Scorer):
+class PolicyScorer(Scorer):
     """Computes the log-probs of given responses under a causal LM, in fp32. early_ends: of ``--min_gen_len``,
     or None; learn_entropy: whether entropies have a gradient."""
+
+    name = "log-probs"
 
     def __init__(
         self,
@@ -158,8 +157,9 @@ class PolicyScorer(_Scorer):
         early_ends: Any = None,  # ``EarlyEnds``, of a room above
         learn_entropy: bool = False,
     ) -> None:
-        super().__init__(dtype)
+        super().__init__()
         self.model = model
+        self.dtype = dtype
         self.early_ends = early_ends
         self.learn_entropy = learn_entropy
 
@@ -182,12 +182,15 @@ class PolicyScorer(_Scorer):
         return layout.spread(logprobs), layout.spread(entropy), balance
 
 
-class ValueScorer(_Scorer):
+class ValueScorer(Scorer):
     """Computes the values of given responses: the critic, read one position before each response token."""
 
+    name = "values"
+
     def __init__(self, critic: CriticModel, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(dtype)
+        super().__init__()
         self.critic = critic
+        self.dtype = dtype
 
     def forward(self, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """tokens [B, T], ``Layout.of_responses`` -> values [B, R] fp32, 0 on padding, balance loss (weighted
@@ -199,45 +202,25 @@ class ValueScorer(_Scorer):
 
 
 @torch.no_grad()
-def score_all(
-    rollout: Rollout,
-    score: Callable[[Rollout], Tensor],
-    name: str = "log-probs",
-    in_step: InStep | None = None,
-    token_budget: int = 0,
-) -> Tensor:
-    """Call ``score(rows of the rollout) -> [b, r]`` for each micro-batch -> [B, R], in row order; of several
-    numbers a token [n, b, r] -> [n, B, R]. name: of the progress bar; in_step: of a sharded scorer;
-    token_budget: of a micro-batch, where that is more than ``tokens_per_pass``."""
-    found: dict[int, Tensor] = {}  # {row: its numbers}
+def score_all(rollout: Rollout, scorer: Scorer, token_budget: int = 0, **more: float) -> list[Tensor]:
+    """Score all rows of a rollout, micro-batch by micro-batch -> what the scorer finds of the sampled tokens,
+    each [B, R]: a ``PolicyScorer`` log-probs and the entropies before them, a ``ValueScorer`` values. more:
+    what it is called with besides; token_budget: of a micro-batch, where that is more than
+    ``tokens_per_pass``."""
+    found: dict[int, tuple[Tensor, ...]] = {}  # {row: its numbers, each [R]}
     width = rollout.sampler_logprobs.shape[1]
 
     def fill(index):
         rows = index or [0]  # of a pass of a sharded model for which no rows are left
-        part = score(rollout.rows(rows))
-        found.update(zip(rows, F.pad(part, (0, width - part.shape[-1])).unbind(-2), strict=True))
+        part = rollout.rows(rows)
+        *numbers, _ = scorer(part.tokens, part.layout, **more)
+        padded = [F.pad(x, (0, width - x.shape[1])) for x in numbers]
+        found.update(zip(rows, zip(*padded, strict=True), strict=True))
 
     budget = max(token_budget, tokens_per_pass(rollout.tokens.device))
-    each_micro_batch(rollout.layout.lengths, budget, fill, name, in_step)
-    return torch.stack([found[row] for row in range(len(found))], -2)
-
-
-def score_policy(rollout: Rollout, scorer: PolicyScorer, temperature: float, token_budget: int = 0) -> Tensor:
-    """-> [2, B, R]: log-probs of the sampled tokens under a ``PolicyScorer``, its entropies before them."""
-
-    def score(rows):
-        return torch.stack(scorer(rows.tokens, rows.layout, temperature)[:2])
-
-    return score_all(rollout, score, in_step=scorer.in_step, token_budget=token_budget)
-
-
-def score_values(rollout: Rollout, scorer: ValueScorer, token_budget: int = 0) -> Tensor:
-    """Values [B, R] of the states before the sampled tokens, from a ``ValueScorer``."""
-
-    def score(rows):
-        return scorer(rows.tokens, rows.layout)[0]
-
-    return score_all(rollout, score, "values", in_step=scorer.in_step, token_budget=token_budget)
+    each_micro_batch(rollout.layout.lengths, budget, fill, scorer.name, scorer.in_step)
+    in_order = [found[row] for row in range(len(found))]
+    return [torch.stack(numbers) for numbers in zip(*in_order, strict=True)]
 
 
 def score_learned(

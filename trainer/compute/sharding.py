@@ -110,12 +110,12 @@ class InStep:
                 pieces.append([])
         return pieces
 
-    def run(self, work: Callable[[], object]) -> None:
-        """Call ``work()``, a pass through a sharded model. SystemExit in one line where memory runs out here,
-        or where another process has ended. Not an InputError, on which all processes agree after a block: the
-        others wait within the pass."""
+    def run(self, work: Callable[..., object], *args: Any) -> None:
+        """Call ``work(*args)``, a pass through a sharded model. SystemExit in one line where memory runs out
+        here, or where another process has ended. Not an InputError, on which all processes agree after a
+        block: the others wait within the pass."""
         try:
-            work()
+            work(*args)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise SystemExit(OUT_OF_MEMORY) from None

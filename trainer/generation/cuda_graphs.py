@@ -8,8 +8,7 @@ time, and all captures one stream: cuBLAS keeps a workspace for every stream tha
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
@@ -71,8 +70,14 @@ class CudaGraphs:
             with torch.cuda.stream(side):
                 if not self.known:
                     step()
-                with waiting_is_an_error():
+                before = torch.cuda.get_sync_debug_mode()
+                # torch says that this mode does not notice every operation that waits.
+                with warnings.catch_warnings(action="ignore"):
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
                     step()
+                finally:
+                    torch.cuda.set_sync_debug_mode(before)
         finally:
             current.wait_stream(side)
 
@@ -92,16 +97,3 @@ class CudaGraphs:
 def capture_stream() -> torch.cuda.Stream:
     """The stream of all captures and their warm-ups. A process computes on one device."""
     return torch.cuda.Stream()
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """A context in which torch's operations raise RuntimeError where the host would wait for the GPU."""
-    before = torch.cuda.get_sync_debug_mode()
-    # torch says that this mode does not notice every operation that waits.
-    with warnings.catch_warnings(action="ignore"):
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

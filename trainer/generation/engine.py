@@ -28,7 +28,7 @@ from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.kv_cache import KVCache, bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import sample_tokens, uniform
-from trainer.generation.stops import StopStrings, early_ends
+from trainer.generation.stops import EarlyEnds, StopStrings
 
 SLOTS = 256  # at most so many sequences decode together
 NONE = (0, 0, 0)  # sizes of calls to come: none known
@@ -42,7 +42,7 @@ GRAPH_ROWS = 32  # rows of a captured step: a power of 2 up to here, above it a 
 # differently, and in bf16 oneDNN compiles code for each new shape
 ROW_MULTIPLE = 8
 
-Ends = tuple[tuple[int, ...], int, StopStrings | None]  # EOS ids, the least tokens of a response, its stops
+Ends = tuple[EarlyEnds, StopStrings | None]  # what ends a response: EOS ids, and from where on; its stops
 
 
 class Sampler:
@@ -100,7 +100,7 @@ class Sampler:
 
         def run():
             sizes = tuple(map(max, self.sizes, (len(prompt_ids), width, max_gen_len)))
-            engine = self._engine(sizes, (tuple(eos_ids), min_gen_len, stops))
+            engine = self._engine(sizes, (EarlyEnds(min_gen_len, tuple(eos_ids)), stops))
             engine.start(prompt_ids, keys, max_gen_len, temperature)
             with phase("sampling", len(prompt_ids), "responses") as bar:
                 while engine.waiting or engine.live:
@@ -116,7 +116,11 @@ class Sampler:
                 if self.tried == 1:
                     raise out_of_memory_error(width)
                 self.slots = self.tried // 2
-        rollout = engine.rollout()  # its tensors may take part in training
+        n = len(prompt_ids)
+        # Not in inference mode: its tensors may take part in training.
+        rollout = as_rollout(
+            prompt_ids, engine.tokens[:n], engine.logprobs[:n], engine.response_len[:n], engine.finished[:n]
+        )
         check_finite(rollout.sampler_logprobs, self.copy.model.dtype, "the policy")
         return rollout
 
@@ -155,14 +159,10 @@ class Engine:
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # before transformers 5.24
         self.graphs = graphs
         self.device = model.device
-        eos_ids, self.least, stops = ends
-        self.eos = send(torch.tensor(eos_ids), self.device)
-        self.early_ends = early_ends(self.least, eos_ids)
+        self.early_ends, stops = ends
+        self.eos = send(torch.tensor(self.early_ends.ids), self.device)
         self.stop_table = send(stops.table, self.device) if stops else None
-
-        def zeros(*shape, dtype=torch.int64):
-            return torch.zeros(shape, dtype=dtype, device=model.device)
-
+        zeros = self.eos.new_zeros  # ids, on the device
         # begun: how much of a stop string the text ends with, a state of ``StopStrings``. done: 0 while the
         # sequence goes on; 1 where it was cut, or the slot is empty; 2 or 3 where it has ended by itself
         self.state = zeros(6, slots)
@@ -278,7 +278,7 @@ class Engine:
             known, ids = self.stop_table.shape
             found = self.stop_table[begun, token.clamp(max=ids - 1)]
             begun.copy_(found % known)
-            done |= ((found >= known) & (count >= self.least) & going_on) * 2
+            done |= ((found >= known) & (count >= self.early_ends.least) & going_on) * 2
 
     def _logits(self, states):
         """[n, H] -> [n, V], on a GPU in fp32: rounded to bf16, logits of 16 to 32 would be 0.125 apart"""
@@ -302,13 +302,6 @@ class Engine:
             self.state[:, target] = self.state[:, source]
         self._clear_slots(len(stay))
         self.longest = int(self.position.max())
-
-    def rollout(self) -> Rollout:
-        """-> ``Rollout``: each response directly behind its prompt in tokens [B, T]; all right-padded."""
-        n = len(self.prompt_ids)
-        return as_rollout(
-            self.prompt_ids, self.tokens[:n], self.logprobs[:n], self.response_len[:n], self.finished[:n]
-        )
 
 
 def _bucket(n, least, most):

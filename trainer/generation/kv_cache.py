@@ -135,15 +135,24 @@ class KVCache(Cache):
     def attend(self, layer: Any, joint: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor:
         """Attention of one layer while decoding with a ``fused`` cache -> [n, heads, head_dim].
 
-        joint [n, 1, …]: the new tokens' queries, keys and values, neither normed nor rotated yet. Keys and
-        values are written into the cache.
+        joint [n, 1, …]: queries, keys and values of the new tokens, which stand at ``positions`` of the first
+        n slots; neither normed, if there are weights for it, nor rotated yet. Keys and values are written
+        into the cache.
         """
         joint = joint.view(len(joint), -1, layer.head_dim)
         norms = [getattr(getattr(layer, name, None), "weight", None) for name in ("q_norm", "k_norm")]
-        return self.kernels.decode_attention(
-            joint, cos, sin, norms, self.config.rms_norm_eps, self.positions,
-            self.keys[layer.layer_idx], self.values[layer.layer_idx], window, layer.scaling,
+        keys = self.keys[layer.layer_idx]
+        values = self.values[layer.layer_idx]
+        n, heads, dim = joint.shape
+        groups = values.shape[1]
+        heads -= 2 * groups
+        out = joint.new_empty(n, heads, dim)
+        self.kernels.decode_attention(
+            n, heads, groups, dim, self.width, window or self.width,
+            layer.scaling, float(self.config.rms_norm_eps),
+            joint, cos, sin, *norms, self.positions, keys, values, out,
         )  # fmt: skip
+        return out
 
     def keeps(self, delta: Tensor, layer: int) -> bool:
         """Keep what this layer adds to the states as ``delta``, for the next one to add -> whether it is

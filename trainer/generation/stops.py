@@ -11,7 +11,7 @@ count.
 All of it is looked at on the device, in every step (``Engine._sample_and_store``), so no host waits for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,10 @@ class EarlyEnds(NamedTuple):
     least: int
     ids: tuple[int, ...]
 
+    def __bool__(self) -> bool:
+        """Whether a response may be too short: each has at least one token."""
+        return self.least > 1
+
     def forbid_(self, logits: Tensor, places: Tensor) -> None:
         """Make the logits [n, V] of the ids -inf, in place, in the rows whose token comes too early. places
         [n]: the number of the predicted token in its response, from 0 on. A GPU is not waited for."""
@@ -56,11 +60,6 @@ class EarlyEnds(NamedTuple):
             self.forbid_(logits[: len(mine)], mine)
 
         return forbid_
-
-
-def early_ends(least: int, ids: Sequence[int]) -> EarlyEnds | None:
-    """``EarlyEnds``, or None where any response is long enough: each has at least one token."""
-    return EarlyEnds(least, tuple(ids)) if least > 1 else None
 
 
 class StopStrings:

@@ -10,7 +10,6 @@ run that goes on with such steps, and adapts the scale of fp16's losses (compute
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ def backward(run: Run, sources: list[GradientSource], token_budget: int) -> Metr
         batches = micro_batches(lengths, token_budget)
         if run.in_step:  # all processes have equally many sequences, so no pass is without
             for rows in run.in_step.passes(batches):
-                run.in_step.run(partial(learn_from, loss_of, rows))
+                run.in_step.run(learn_from, loss_of, rows)
         else:
             for rows in batches:
                 learn_from(loss_of, rows)

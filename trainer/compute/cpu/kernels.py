@@ -13,9 +13,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +78,8 @@ def call(name: str, *arguments: Any) -> int:
     return function(bf16, torch.get_num_threads(), *values)
 
 
-def lanes() -> int:
-    """How many fp32 numbers a vector of this machine has: the keys in one block of the KV cache."""
-    return call("lanes")
+# -> how many fp32 numbers a vector of this machine has: the keys in one block of the KV cache
+lanes = partial(call, "lanes")
 
 
 def over_rows(name: str, x: Tensor, *arguments: Any) -> None:
@@ -90,30 +88,5 @@ def over_rows(name: str, x: Tensor, *arguments: Any) -> None:
     call(name, x.numel() // width, width, x, *arguments)
 
 
-def decode_attention(
-    joint: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    norms: Sequence[Tensor | None],
-    eps: float,
-    positions: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    window: int | None,
-    scale: float,
-) -> Tensor:
-    """Attention of n new tokens over a cache; their keys and values are written to it. -> [n, heads, dim]
-
-    joint [n, heads + 2 groups, dim]: queries, keys and values of the new tokens, which stand at ``positions``
-    [n] of the first n rows of the cache: keys [slots, groups, width / lanes, dim, lanes] and values [slots,
-    groups, width, dim]. norms: the weights by which queries and keys are normed, or (None, None).
-    """
-    n, heads, dim = joint.shape
-    groups, width = values.shape[1:3]
-    heads -= 2 * groups
-    out = joint.new_empty(n, heads, dim)
-    call(
-        "decode_attention", n, heads, groups, dim, width, window or width, scale, float(eps),
-        joint, cos, sin, *norms, positions, keys, values, out,
-    )  # fmt: skip
-    return out
+# Attention of new tokens over a cache: sizes and tensors as ``KVCache.attend`` passes them
+decode_attention = partial(call, "decode_attention")

@@ -30,28 +30,30 @@ def check(device: str = "cuda") -> None:
     dtype = fast_dtype("auto", torch.device(device))
     x = torch.linspace(-2, 2, 64, device=device).view(2, 32)
     half = x.to(dtype)
-    each = x[:, 0].contiguous()
-    spare_half = half.clone()  # all may write to it: only the result of attention is looked at
-    spare_each = each.clone()
+    joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
+    each = x[:, 0].contiguous()  # all may write to it, x and half: only the result of attention is looked at
     ids = x.new_zeros(2, dtype=torch.int64)
     parts = x.new_empty(PARTS, 32)
-    over_rows("rms_norm", x, half, x[1], x.clone(), spare_half, spare_each, 1e-6)
-    over_rows("rms_norm_backward", x, x[1], each, half, x, x.clone(), spare_half, parts)
-    over_rows("rotate", half, half, half, spare_half, 1, 1.0)
-    over_rows("silu_mul", half, half, spare_half, 32)
-    over_rows("silu_mul_backward", half, half, half, spare_half, spare_half)
-    token_logprobs(x, ids, 1.0, spare_each, spare_each, spare_each)
-    over_rows("token_logprobs_backward", x, ids, each, each, each, each, spare_half, 1.0)
+    over_rows("rms_norm", x, half, x[1], x, half, each, 1e-6)
+    over_rows("rms_norm_backward", x, x[1], each, half, x, x, half, parts)
+    over_rows("rotate", half, half, half, half, 1, 1.0)
+    over_rows("silu_mul", half, half, half, 32)
+    over_rows("silu_mul_backward", half, half, half, half, half)
+    token_logprobs(x, ids, 1.0, each, each, each)
+    over_rows("token_logprobs_backward", x, ids, each, each, each, each, half, 1.0)
     noise = x.new_zeros(2, 1, dtype=torch.float64)
     state = list(ids.repeat(4, 1))
     sample_and_store(x, 1.0, noise, ids[:1], 1, state, (noise.long(), noise.float()))
     keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
     values = keys.flip(2)
-    joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
     cos = torch.ones_like(half)
     sin = torch.zeros_like(half)
-    found = decode_attention(joint, cos, sin, (None, None), 0.0, ids + 19, keys, values, None, 0.2)
-    query = joint[:, :1]  # the new keys and values are in the cache from here on
+    query = joint[:, :1]
+    found = torch.empty_like(query)
+    decode_attention(
+        2, 1, 1, 32, 20, 20, 0.2, 0.0, joint, cos, sin, None, None, ids + 19, keys, values, found
+    )
+    # The new keys and values are in the cache from here on.
     wanted = F.scaled_dot_product_attention(
         query[:, :, None].float(), keys.float(), values.float(), scale=0.2
     )[:, :, 0]
@@ -89,44 +91,33 @@ def lanes() -> None:
 
 
 def decode_attention(
-    joint: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    norms: Sequence[Tensor | None],
-    eps: float,
-    positions: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    window: int | None,
+    n: int,
+    heads: int,
+    groups: int,
+    dim: int,
+    width: int,
+    window: int,
     scale: float,
-) -> Tensor:
-    """Attention of n new tokens over a cache; their keys and values are written to it. -> [n, heads, dim]
-
-    joint [n, heads + 2 groups, dim]: queries, keys and values of the new tokens, which stand at ``positions``
-    [n] of the first n rows of the cache; keys and values [slots, groups, width, dim]: the cache; norms: the
-    weights by which queries and keys are normed, or (None, None).
-    """
-    n, heads, dim = joint.shape
-    groups, width = values.shape[1:3]
-    heads -= 2 * groups
-    out = joint.new_empty(n, heads, dim)
+    eps: float,
+    joint: Tensor,
+    *tensors: Tensor | None,
+) -> None:
+    """Attention of new tokens over a cache: sizes and tensors as ``KVCache.attend`` passes them."""
     shared = heads // groups
     d = max(16, triton.next_power_of_2(dim))
     # 8 KiB of keys at once. Before the A100, Triton computes products without tensor cores. That needs
     # registers, so columns are few.
-    columns = max(16, min(64, 8192 // (d * keys.element_size())))
+    columns = max(16, min(64, 8192 // (d * joint.element_size())))
     number = 4
-    if not _multiplies_in_tensor_cores(keys.device):
+    if not _multiplies_in_tensor_cores(joint.device):
         columns = 16
         number = 8
     launch(
         triton_kernels.decode_attention, (n, groups),
-        joint, cos, sin, *norms, positions, keys, values, out,
-        dim, width, window or width, scale, float(eps),
+        joint, *tensors, dim, width, window, scale, eps,
         SHARED=shared, ROWS=max(16, triton.next_power_of_2(shared)), D=d, COLUMNS=columns,
         num_warps=number, num_stages=3,
     )  # fmt: skip
-    return out
 
 
 @cache
