@@ -22,7 +22,7 @@ from atomic_files import move, sync, writing
 from errors import InputError, first_line
 from model.loading import as_input_error
 from model.lora import learned, trained
-from model.weights import local_part, whole
+from model.weights import whole
 from trainer.runs.base import Progress, Run
 from trainer.runs.optimizer_step import zero_moments
 
@@ -66,12 +66,14 @@ def save(run: Run) -> None:
 
 
 def _tensors(run: Run) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(file name, {key: weight or moment}) for each file. A moment: "<number of the parameter>.exp_avg"."""
+    """(file name, {key: weight or moment}) for each file. A moment: "<number of the parameter>.exp_avg"; it
+    is 0 before the first step of its parameter."""
     for name, module in run.modules.items():
         yield name, dict(learned(module))
     for name, learner in run.learners.items():
+        optimizer = learner.optimizer
         # Numbered in the order of the model, which sharding does not change.
-        states = enumerate(learner.optimizer.state.get(p, {}) for p in trained(learner.model))
+        states = enumerate(optimizer.state[p] or zero_moments(optimizer, p) for p in trained(learner.model))
         moments = {f"{number}.{kind}": x for number, state in states for kind, x in state.items()}
         yield f"{name}_optimizer", moments
 
@@ -163,18 +165,14 @@ def newest_intact(found: list[Path]) -> tuple[Path | None, list[str]]:
 def load(path: Path, run: Run) -> None:
     """Load an undamaged checkpoint into a run. Raises InputError if it is of another model."""
     with as_input_error(f"--resume {path}: cannot be loaded"):
-        for name, module in run.modules.items():
-            weights = load_file(path / f"{name}.safetensors")
-            for key, p in learned(module).items():
-                _fill(p, weights[key])
         # Learning rates and coefficients come from the flags, as in a new run.
-        for name, learner in run.learners.items():
-            moments = load_file(path / f"{name}_optimizer.safetensors")
-            for number, p in enumerate(trained(learner.model)):
-                if f"{number}.step" in moments:
-                    state = learner.optimizer.state[p] = zero_moments(learner.optimizer, p)
-                    for kind, x in state.items():
-                        _fill(x, moments[f"{number}.{kind}"])
+        for learner in run.learners.values():
+            for p in trained(learner.model):
+                learner.optimizer.state[p] = zero_moments(learner.optimizer, p)
+        for name, tensors in _tensors(run):
+            stored = load_file(path / f"{name}.safetensors")
+            for key, x in tensors.items():
+                _fill(x, stored[key])
         saved = json.loads((path / "state.json").read_bytes())
         for name, holder in run.states.items():
             tensors = path / f"{name}.safetensors"
@@ -192,4 +190,4 @@ def _fill(x: Tensor, stored: Tensor) -> None:
         raise ValueError(f"shapes {list(stored.shape)} and {list(x.shape)} differ")
     if isinstance(x, DTensor):
         stored = distribute_tensor(stored.to(x.device), x.device_mesh, x.placements, src_data_rank=None)
-    local_part(x).copy_(local_part(stored))
+    x.copy_(stored)
