@@ -203,7 +203,7 @@ def passes(in_step):
 
 
 def least(in_step):
-    """Processes agree on it. Where one fails while the others ask for it, all end, and the main one says why."""
+    """Processes agree on it. Where one fails while the others ask for it, all end; the main one says why."""
     world = in_step.world
     assert in_step.least(7 - world.rank) == 7 - (world.size - 1)
     with pytest.raises(InputError) as caught, world.all_or_none():

@@ -175,8 +175,8 @@ def load(path: Path, run: Run) -> None:
                 _fill(x, stored[key])
         saved = json.loads((path / "state.json").read_bytes())
         for name, holder in run.states.items():
-            tensors = path / f"{name}.safetensors"
-            holder.load_state_dict(load_file(tensors) if tensors.is_file() else saved.get(name, {}))
+            file = path / f"{name}.safetensors"
+            holder.load_state_dict(load_file(file) if file.is_file() else saved.get(name, {}))
         run.progress = Progress(**{name: saved[name] for name in asdict(run.progress)})
         run.saved_step = run.progress.step
         if run.saved_step > run.total_steps:

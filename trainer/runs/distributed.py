@@ -80,9 +80,9 @@ class World:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """If this block raises ``InputError`` in one process, all processes raise ``Agreed`` at the end of the
-        block; that of the main process has the message. All must enter the block, unless they raise before,
-        in a block around it: then those inside raise that error."""
+        """If this block raises ``InputError`` in one process, all processes raise ``Agreed`` at the end of
+        the block; that of the main process has the message. All must enter the block, unless they raise
+        before, in a block around it: then those inside raise that error."""
         mine = None
         try:
             yield
