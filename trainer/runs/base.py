@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedTokenizerBase
 
-from dataset.data_order import local_positions
 from trainer.compute.precision import LossScale
 from trainer.compute.sharding import InStep
 from trainer.runs.displays import Display
@@ -111,11 +110,6 @@ class Run(ABC):
     @abstractmethod
     def modules(self) -> Mapping[str, nn.Module]:
         """{file name: what a checkpoint has the weights of}"""
-
-    @property
-    def positions(self) -> list[int]:
-        """The positions of this process' rows in the global batch (``local_positions``)."""
-        return local_positions(self.args.batch_size, self.world.rank, self.world.size, self.answers)
 
     @abstractmethod
     def about(self) -> str:
