@@ -35,7 +35,7 @@ def save(run: Run) -> None:
     All processes call it: of sharded tensors the main one gets the whole, one at a time, and writes. Raises
     InputError if a number is not finite or the disk cannot be written; older checkpoints then stay.
     """
-    place = run.folder / "checkpoints" / f"step_{run.progress.step}"
+    place = run.folder / f"checkpoints/step_{run.progress.step}"
     temporary = place.with_name(f".{place.name}.tmp")
     world = run.world
     try:
@@ -88,15 +88,18 @@ def _write_states(folder: Path, run: Run) -> None:
         else:
             state[name] = kept
     (folder / "state.json").write_text(json.dumps(state), "utf-8")
-    lines = "".join(f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir()))
-    (folder / SUMS).write_bytes(lines.encode())  # sha256sum reads no other ends of lines
+    (folder / SUMS).write_bytes(
+        "\n".join(_checksums(folder)).encode()
+    )  # sha256sum knows no other ends of lines
     for path in folder.iterdir():
         sync(path)
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _checksums(folder: Path) -> Iterator[str]:
+    """A line for each file: its checksum, two blanks, its name."""
+    for path in sorted([*folder.glob("*.safetensors"), folder / "state.json"]):
+        with open(path, "rb") as file:
+            yield f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}"
 
 
 # ---------------------------------------------------------------------------------------- what is there
@@ -108,7 +111,7 @@ def tidy(folder: Path, step: int) -> None:
 
     There are later ones if the run was resumed from an older checkpoint; their steps will be done again.
     """
-    for leftover in (folder / "checkpoints").glob(".*.tmp"):
+    for leftover in folder.glob("checkpoints/.*.tmp"):
         shutil.rmtree(leftover)
     for path in reversed(list_checkpoints(folder)):
         if step_of(path) > step:
@@ -120,13 +123,10 @@ def damage(path: Path) -> str:
     being deleted when its process was killed is damaged too."""
     try:
         lines = (path / SUMS).read_text("utf-8", "replace").splitlines()
-        wanted = {line[66:]: line[:64] for line in lines}  # a checksum, two blanks, a name
-        for name in ("state.json", *wanted):
-            if wanted.get(name) != _sha256(path / name):
-                return f"{name} is damaged"
-    except (OSError, ValueError) as error:  # a name in them may be none
+        wrong = {*lines} ^ {*_checksums(path)}
+    except OSError as error:
         return first_line(error)
-    return ""
+    return f"{min(wrong)[66:]} is damaged" if wrong else ""
 
 
 def step_of(path: Path) -> int:
@@ -136,7 +136,7 @@ def step_of(path: Path) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run folder, oldest first, damaged ones included."""
-    found = (folder / "checkpoints").glob("step_*")
+    found = folder.glob("checkpoints/step_*")
     return sorted((path for path in found if path.name[5:].isdecimal()), key=step_of)
 
 
