@@ -141,9 +141,11 @@ class World:
 
     def __exit__(self, *raised: object) -> None:
         """Leave the group at the end of a run. After an error this process waits for no other."""
-        if self.size > 1 and raised[0] is None:
+        if self.size == 1:
+            return
+        if raised[0] is None:
             dist.destroy_process_group()
-        elif self.size > 1 and self.device.type == "cuda":
+        elif self.device.type == "cuda":
             dist.distributed_c10d._abort_process_group()  # destroying it would wait for the others
 
 
