@@ -88,9 +88,8 @@ def _write_states(folder: Path, run: Run) -> None:
         else:
             state[name] = kept
     (folder / "state.json").write_text(json.dumps(state), "utf-8")
-    (folder / SUMS).write_bytes(
-        "\n".join(_checksums(folder)).encode()
-    )  # sha256sum knows no other ends of lines
+    # In bytes: sha256sum reads no other ends of lines.
+    (folder / SUMS).write_bytes("\n".join(_checksums(folder)).encode())
     for path in folder.iterdir():
         sync(path)
 

@@ -17,7 +17,6 @@ from statistics import fmean
 from typing import Any
 
 Known = dict[str, Any]  # {name: value} of flags, facts, metrics, conclusions
-SCRIPT = "train_ppo.py"  # stages 1 and 2 have none of the metrics
 WRONG = "wrong"  # the levels of a finding
 LOOK = "look"
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
@@ -270,8 +269,8 @@ class Health:
         self._found: dict[str, Rule] = {}  # by rule: the first one, or the first one that is "wrong"
         self.past = Past(args)
         logged = args.get("offline_data_path")
-        checked = args.get("script", SCRIPT) == SCRIPT
-        self._rules = [rule for rule in RULES if checked and (rule.offline or not logged)]
+        is_ppo = args.get("script") == "train_ppo.py"  # stages 1 and 2 have none of the metrics
+        self._rules = [rule for rule in RULES if is_ppo and (rule.offline or not logged)]
 
     def add(self, record: Known) -> list[Rule]:
         """Take in a line of metrics.jsonl -> the findings that begin with it, or become "wrong" with it."""
