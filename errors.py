@@ -14,11 +14,10 @@ from collections.abc import Callable
 class InputError(ValueError):
     """A mistake in the input, not in the program. The message is one line: where, what, what to do."""
 
-    agreed = False  # True if all processes of the run raise it (World.all_or_none in runs/distributed.py)
 
-
-class SaidElsewhere(InputError):
-    """The same error in the other processes of a run. It is not printed: the main process prints it."""
+class Agreed(InputError):
+    """An error that all processes of a run raise (``World.all_or_none`` in runs/distributed.py). Only that of
+    the main process has a message."""
 
 
 def first_line(error: BaseException) -> str:
@@ -48,7 +47,7 @@ def run_script(main: Callable[[], object]) -> None:
             sys.exit(141 if isinstance(error, BrokenPipeError) else f"error: the output: {first_line(error)}")
         raise  # of another file than the output
     except InputError as error:
-        if not isinstance(error, SaidElsewhere):
+        if str(error):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:

@@ -13,7 +13,6 @@ import os
 from tqdm import tqdm
 
 DELAY = 2.0  # seconds that a phase takes before it gets a bar
-TICK = 0.5  # seconds between two drawings
 
 
 def phase(what: str, total: int, unit: str) -> tqdm:
@@ -27,7 +26,6 @@ def phase(what: str, total: int, unit: str) -> tqdm:
         unit=f" {unit}",
         leave=False,
         delay=DELAY,
-        mininterval=TICK,
         miniters=0,
-        disable=None if os.environ.get("RANK", "0") == "0" else True,  # None: where stderr is no terminal
+        disable=os.environ.get("RANK", "0") != "0" or None,  # None: where stderr is no terminal
     )

@@ -25,7 +25,6 @@ def written(stderr, rank, seconds, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(progress_bar, "DELAY", 0.2)
-    monkeypatch.setattr(progress_bar, "TICK", 0.05)
     with phase("inside", 3, "things") as bar:
         for _ in range(3):
             time.sleep(seconds)
@@ -63,7 +62,6 @@ def phases(monkeypatch):
 
     monkeypatch.setattr(progress_bar, "tqdm", Watched)
     monkeypatch.setattr(progress_bar, "DELAY", 0.0)
-    monkeypatch.setattr(progress_bar, "TICK", 0.002)
     return ended
 
 

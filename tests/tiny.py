@@ -241,7 +241,7 @@ def wait_for(condition, process, seconds=300):
 
 def health_of(records, config=None):
     """What a run with these lines of metrics.jsonl and this config.json has logged, and its findings."""
-    health = Health(config or {})
+    health = Health({"script": "train_ppo.py", **(config or {})})
     for record in [{"step": 0}, *records]:  # a run logs step 0 first
         health.add(record)
     return health

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dataset.data_order import local_positions
 from dataset.lm_dataset import LoggedPairs, RLAIFDataset
 from errors import InputError
 from model.critic import CriticModel
@@ -106,6 +107,8 @@ class PpoRun(Run):
         self.total_steps = self.count_steps()
         choose_warmup(args, self.total_steps)
         args.freeze()
+        # Those of this process' rows in the global batch.
+        self.positions = local_positions(args.batch_size, world.rank, world.size, args.num_generations)
         self.minibatch_size = args.mini_batch_size * world.size  # sequences, over all processes
         # Optimizer steps of a batch, of each model.
         self.updates_per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)

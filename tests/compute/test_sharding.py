@@ -203,14 +203,14 @@ def passes(in_step):
 
 
 def least(in_step):
-    """Processes agree on it. Where one fails while the others ask for it, they raise its error."""
+    """Processes agree on it. Where one fails while the others ask for it, all end; the main one says why."""
     world = in_step.world
     assert in_step.least(7 - world.rank) == 7 - (world.size - 1)
-    with pytest.raises(InputError, match="no reward model") as caught, world.all_or_none():
+    with pytest.raises(InputError) as caught, world.all_or_none():
         if world.rank == 1:
             raise InputError("no reward model")
         in_step.least(1)
-    assert str(caught.value) == "process 1: no reward model"
+    assert str(caught.value) == ("process 1: no reward model" if world.is_main else "")
 
 
 def out_of_memory(in_step, kind):

@@ -77,8 +77,8 @@ def written(folder, times=1, findings=(), long_text=""):
     args = train_ppo.flag_parser().parse_args(["--batch_size", "8"])
     run = SimpleNamespace(args=args, display=displays.PPO, total_steps=6 * times, script="train_ppo.py")
     run.best_note, run.result_path, run.progress = lambda: "", None, SimpleNamespace(step=6 * times)
-    run.saved_step = 6
-    write_report(run, folder, SimpleNamespace(past=past, sorted=list(findings)), "ended")
+    run.saved_step, run.folder = 6, folder
+    write_report(run, SimpleNamespace(past=past, sorted=list(findings)), "ended")
     return folder / "report.html"
 
 
@@ -205,9 +205,9 @@ def test_only_panels_that_a_run_has_numbers_for_are_drawn(tmp_path):
 def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, monkeypatch, capsys):
     states = []
 
-    def noted(run, folder, health, state):
+    def noted(run, health, state):
         states.append((run.progress.step, state, run.saved_step))
-        return write_report(run, folder, health, state)
+        return write_report(run, health, state)
 
     monkeypatch.setattr(run_logger, "write_report", noted)
     monkeypatch.setattr(run_logger, "SHARE", 0)

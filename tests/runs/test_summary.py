@@ -190,7 +190,7 @@ def test_every_part_of_the_reward_has_a_curve_and_evaluations_and_single_steps_h
 def logger_of(out_dir, total_steps, log_interval=9, trackers=()):
     """The logger of a run "r" of PPO."""
     folder = RunFolder(out_dir, "r", "")
-    folder.config = {"run_id": "0123abcd"}
+    folder.config = {"run_id": "0123abcd", "script": "train_ppo.py"}
     args = SimpleNamespace(log_interval=log_interval, use_wandb=False, tracker=trackers, wandb_project="p")
     progress = SimpleNamespace(step=0)
     run = SimpleNamespace(display=PPO, args=args, progress=progress, total_steps=total_steps)

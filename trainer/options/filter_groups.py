@@ -40,14 +40,13 @@ def sample_again(run: Any, batch: Batch, step: int) -> None:
     Processes sample different numbers of times, so they exchange nothing until all are done.
     """
     args = run.args
-    positions = run.positions
     with run.world.all_or_none(), sampling_from(run, run.old_actor):
         for times in range(1, args.filter_groups + 1):
             rows = rows_of_equal_groups(scores_to_compare(run.reward, batch.raw), args.num_generations)
             if not rows:
                 break
             asked = [batch.prompts[row] for row in rows]
-            keys = noise_of_step(args, step, [positions[row] for row in rows], times)
+            keys = noise_of_step(args, step, [run.positions[row] for row in rows], times)
             with batch.seconds.of("rollout"):
                 new = respond(run, asked, keys, args.temperature)
             with batch.seconds.of("reward"):

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedTokenizerBase
 
-from dataset.data_order import local_positions
 from trainer.compute.precision import LossScale
 from trainer.compute.sharding import InStep
 from trainer.runs.displays import Display
@@ -110,11 +109,6 @@ class Run(ABC):
     def modules(self) -> dict[str, nn.Module]:
         """{file name: what a checkpoint has the weights of}: the models that train."""
         return {name: learner.model for name, learner in self.learners.items()}
-
-    @property
-    def positions(self) -> list[int]:
-        """The positions of this process' rows in the global batch (``local_positions``)."""
-        return local_positions(self.args.batch_size, self.world.rank, self.world.size, self.answers)
 
     @property
     def batch_records(self) -> int:

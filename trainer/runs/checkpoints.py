@@ -22,7 +22,7 @@ from atomic_files import move, sync, writing
 from errors import InputError, first_line
 from model.loading import as_input_error
 from model.lora import learned, trained
-from model.weights import local_part, whole
+from model.weights import whole
 from trainer.runs.base import Progress, Run
 from trainer.runs.optimizer_step import zero_moments
 
@@ -35,7 +35,7 @@ def save(run: Run) -> None:
     All processes call it: of sharded tensors the main one gets the whole, one at a time, and writes. Raises
     InputError if a number is not finite or the disk cannot be written; older checkpoints then stay.
     """
-    place = run.folder / "checkpoints" / f"step_{run.progress.step}"
+    place = run.folder / f"checkpoints/step_{run.progress.step}"
     temporary = place.with_name(f".{place.name}.tmp")
     world = run.world
     try:
@@ -66,12 +66,14 @@ def save(run: Run) -> None:
 
 
 def _tensors(run: Run) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(file name, {key: weight or moment}) for each file. A moment: "<number of the parameter>.exp_avg"."""
+    """(file name, {key: weight or moment}) for each file. A moment: "<number of the parameter>.exp_avg"; it
+    is 0 before the first step of its parameter."""
     for name, module in run.modules.items():
         yield name, dict(learned(module))
     for name, learner in run.learners.items():
+        optimizer = learner.optimizer
         # Numbered in the order of the model, which sharding does not change.
-        states = enumerate(learner.optimizer.state.get(p, {}) for p in trained(learner.model))
+        states = enumerate(optimizer.state[p] or zero_moments(optimizer, p) for p in trained(learner.model))
         moments = {f"{number}.{kind}": x for number, state in states for kind, x in state.items()}
         yield f"{name}_optimizer", moments
 
@@ -86,15 +88,17 @@ def _write_states(folder: Path, run: Run) -> None:
         else:
             state[name] = kept
     (folder / "state.json").write_text(json.dumps(state), "utf-8")
-    lines = "".join(f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir()))
-    (folder / SUMS).write_bytes(lines.encode())  # sha256sum reads no other ends of lines
+    # In bytes: sha256sum reads no other ends of lines.
+    (folder / SUMS).write_bytes("\n".join(_checksums(folder)).encode())
     for path in folder.iterdir():
         sync(path)
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _checksums(folder: Path) -> Iterator[str]:
+    """A line for each file: its checksum, two blanks, its name."""
+    for path in sorted([*folder.glob("*.safetensors"), folder / "state.json"]):
+        with open(path, "rb") as file:
+            yield f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}"
 
 
 # ---------------------------------------------------------------------------------------- what is there
@@ -106,7 +110,7 @@ def tidy(folder: Path, step: int) -> None:
 
     There are later ones if the run was resumed from an older checkpoint; their steps will be done again.
     """
-    for leftover in (folder / "checkpoints").glob(".*.tmp"):
+    for leftover in folder.glob("checkpoints/.*.tmp"):
         shutil.rmtree(leftover)
     for path in reversed(list_checkpoints(folder)):
         if step_of(path) > step:
@@ -118,13 +122,10 @@ def damage(path: Path) -> str:
     being deleted when its process was killed is damaged too."""
     try:
         lines = (path / SUMS).read_text("utf-8", "replace").splitlines()
-        wanted = {line[66:]: line[:64] for line in lines}  # a checksum, two blanks, a name
-        for name in ("state.json", *wanted):
-            if wanted.get(name) != _sha256(path / name):
-                return f"{name} is damaged"
-    except (OSError, ValueError) as error:  # a name in them may be none
+        wrong = {*lines} ^ {*_checksums(path)}
+    except OSError as error:
         return first_line(error)
-    return ""
+    return f"{min(wrong)[66:]} is damaged" if wrong else ""
 
 
 def step_of(path: Path) -> int:
@@ -134,7 +135,7 @@ def step_of(path: Path) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run folder, oldest first, damaged ones included."""
-    found = (folder / "checkpoints").glob("step_*")
+    found = folder.glob("checkpoints/step_*")
     return sorted((path for path in found if path.name[5:].isdecimal()), key=step_of)
 
 
@@ -163,22 +164,18 @@ def newest_intact(found: list[Path]) -> tuple[Path | None, list[str]]:
 def load(path: Path, run: Run) -> None:
     """Load an undamaged checkpoint into a run. Raises InputError if it is of another model."""
     with as_input_error(f"--resume {path}: cannot be loaded"):
-        for name, module in run.modules.items():
-            weights = load_file(path / f"{name}.safetensors")
-            for key, p in learned(module).items():
-                _fill(p, weights[key])
         # Learning rates and coefficients come from the flags, as in a new run.
-        for name, learner in run.learners.items():
-            moments = load_file(path / f"{name}_optimizer.safetensors")
-            for number, p in enumerate(trained(learner.model)):
-                if f"{number}.step" in moments:
-                    state = learner.optimizer.state[p] = zero_moments(learner.optimizer, p)
-                    for kind, x in state.items():
-                        _fill(x, moments[f"{number}.{kind}"])
+        for learner in run.learners.values():
+            for p in trained(learner.model):
+                learner.optimizer.state[p] = zero_moments(learner.optimizer, p)
+        for name, tensors in _tensors(run):
+            stored = load_file(path / f"{name}.safetensors")
+            for key, x in tensors.items():
+                _fill(x, stored[key])
         saved = json.loads((path / "state.json").read_bytes())
         for name, holder in run.states.items():
-            tensors = path / f"{name}.safetensors"
-            holder.load_state_dict(load_file(tensors) if tensors.is_file() else saved.get(name, {}))
+            file = path / f"{name}.safetensors"
+            holder.load_state_dict(load_file(file) if file.is_file() else saved.get(name, {}))
         run.progress = Progress(**{name: saved[name] for name in asdict(run.progress)})
         run.saved_step = run.progress.step
         if run.saved_step > run.total_steps:
@@ -192,4 +189,4 @@ def _fill(x: Tensor, stored: Tensor) -> None:
         raise ValueError(f"shapes {list(stored.shape)} and {list(x.shape)} differ")
     if isinstance(x, DTensor):
         stored = distribute_tensor(stored.to(x.device), x.device_mesh, x.placements, src_data_rank=None)
-    local_part(x).copy_(local_part(stored))
+    x.copy_(stored)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from errors import InputError, SaidElsewhere, first_line
+from errors import Agreed, InputError, first_line
 from model.loading import as_input_error
 from model.weights import sharded_and_whole, weights_hash
 
@@ -80,22 +80,20 @@ class World:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """If this block raises ``InputError`` in one process, all processes raise it at the end of the block:
-        the main process as it is, the others as ``SaidElsewhere``, which prints nothing. All must enter the
-        block, unless they raise before, in a block around it: then those inside raise that error."""
+        """If this block raises ``InputError`` in one process, all processes raise ``Agreed`` at the end of
+        the block; that of the main process has the message. All must enter the block, unless they raise
+        before, in a block around it: then those inside raise that error."""
         mine = None
         try:
             yield
+        except Agreed:  # in a block inside this one
+            raise
         except InputError as error:
-            if error.agreed:  # in a block inside this one
-                raise
             mine = error
         for rank, first in enumerate(self.gather(mine)):
             if first:
                 text = str(first) if rank == 0 else f"process {rank}: {first}"
-                agreed = InputError(text) if self.is_main else SaidElsewhere(text)
-                agreed.agreed = True
-                raise agreed from mine
+                raise Agreed(text if self.is_main else "") from mine
 
     def check_identical(self, **modules: nn.Module) -> None:
         """End all processes (SystemExit) unless they hold exactly the same weights.
@@ -143,9 +141,11 @@ class World:
 
     def __exit__(self, *raised: object) -> None:
         """Leave the group at the end of a run. After an error this process waits for no other."""
-        if self.size > 1 and raised[0] is None:
+        if self.size == 1:
+            return
+        if raised[0] is None:
             dist.destroy_process_group()
-        elif self.size > 1 and self.device.type == "cuda":
+        elif self.device.type == "cuda":
             dist.distributed_c10d._abort_process_group()  # destroying it would wait for the others
 
 

@@ -7,19 +7,16 @@ goes. docs/health.md explains each. What is looked for are the rows of health.to
 import math
 import re
 import tomllib
-from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 Known = dict[str, Any]  # {name: value} of flags, facts, metrics, conclusions
-SCRIPT = "train_ppo.py"  # stages 1 and 2 have none of the metrics
 WRONG = "wrong"  # the levels of a finding
 LOOK = "look"
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
@@ -52,40 +49,36 @@ class Past:
     (about_run.py).
 
     ``values``: {metric: all its values}, without those that are not finite; ``steps``: {metric: the steps of
-    its values}; ``usual``: {flag: [the least and the most that help, a usual value]}; ``seen``: what follows
-    from all that, for conditions and texts of health.toml.
+    its values}; ``usual``: {flag: [the least and the most that help, a usual value]}; ``seen``: the facts,
+    and what follows from all that, for conditions and texts of health.toml.
     """
 
     def __init__(self, args: Known) -> None:
         self.args = args
-        self.facts: Known = args.get("facts", {})
-        suited = self.facts.get("suited", {})
+        self.seen: Known = {**args.get("facts", {})}
         self.usual: dict[str, list[float]] = {
             **TABLE["usual"],
             **TABLE["usual_with"].get(args.get("policy_loss"), {}),
-            **{name: [rate / FAR, rate * FAR, rate] for name, rate in suited.items()},
+            **{name: [rate / FAR, rate * FAR, rate] for name, rate in self.seen.get("suited", {}).items()},
         }
         self.step = 0  # of the newest record
-        self.trained = 0  # how many steps were trained
-        self.values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
-        self.steps: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
-        self.seen: Known = {}
+        self.values: defaultdict[str, list[float]] = defaultdict(list)
+        self.steps: defaultdict[str, list[int]] = defaultdict(list)
         self.responses = self.known("batch_size") * self.known("processes")  # of a step; 0: not known
         self.enough = min(WINDOW, math.ceil(ENOUGH / (self.responses or ENOUGH)))  # steps to see ``ENOUGH``
 
     def add(self, record: Known) -> None:
         """Take in a line of metrics.jsonl."""
         self.step = record["step"]
-        self.trained += self.step > 0
         for name, x in record.items():
-            if isinstance(x, int | float) and math.isfinite(x):
+            if x is not None and math.isfinite(x):
                 self.values[name].append(x)
                 self.steps[name].append(self.step)
         self._conclude()
 
     def known(self, name: str) -> Any:
         """What was concluded, a fact of the run's start, or a flag; 0 where it is off, or not known."""
-        return self.seen.get(name) or self.facts.get(name) or self.args.get(name) or 0
+        return self.seen.get(name) or self.args.get(name) or 0
 
     def start(self, name: str, count: int) -> float:
         """The mean of a metric in the first ``count`` steps that have it; NaN, for which no comparison holds,
@@ -126,7 +119,7 @@ class Past:
             values = [start]
         else:
             count = int(when[-2])
-            values = list(self.values[name][-count:])
+            values = self.values[name][-count:]
             if len(values) < count:
                 return {}
             since = self.steps[name][-count]
@@ -146,7 +139,7 @@ class Past:
         # The score that can be compared between steps: with --normalize_reward the raw one.
         score = "reward/score_raw" if values["reward/score_raw"] else "reward/score"
         start = self.start(score, BEGIN)
-        now = fmean(values[score][-WINDOW:]) if self.trained >= 2 * WINDOW and values[score] else math.nan
+        now = fmean(values[score][-WINDOW:]) if self.step >= 2 * WINDOW and values[score] else math.nan
         error = spread_of_steps(values[score][:WINDOW]) * math.sqrt(1 / BEGIN + 1 / WINDOW)
         rise = (now - start) / max(error, TINY)
         # The evaluations' metric that tells best whether the run helps. An accuracy that has always been 0
@@ -156,15 +149,14 @@ class Past:
         best = max(tested)
         trend = self.change(witness, tested[0], tested[-1])
         judged = witness in JUDGES
-        self.seen = {
+        self.seen |= {
             "odd": ", ".join(odd.values()),
             "odd_usual": " ".join(f"--{name} {self.usual[name][2]:g}" for name in odd),
             "responses": self.responses,
             "times_seen": self.known("total_steps") * self.responses / (self.known("prompts") or math.inf),
             "exact": self.known("dtype") == "float32",
             "clips_tokens": self.known("policy_loss") != "gspo",
-            "trained": self.trained,
-            "responses_seen": self.trained * self.responses,
+            "responses_seen": self.step * self.responses,
             "first_spread": max(values["reward/score_std"][:WINDOW], default=1.0),
             "score": score,
             "score_start": start,
@@ -190,7 +182,7 @@ class Past:
         """
         count = self.known("held_out") or 1
         values = self.values
-        spreads = list(values[f"{name}_std"])
+        spreads = values[f"{name}_std"]
         if name.startswith(SHARES):
             spreads = [math.sqrt(x * (1 - x)) for x in (one, other)]
         elif not spreads:
@@ -234,7 +226,7 @@ RULES = [Rule(name=name, **row) for name, row in TABLE["rules"].items()]
 def finding_of(rule: Rule, past: Past, seen: Known, level: str) -> Rule:
     """A row of which a condition holds -> the finding. seen: what ``Past.holds`` says of the condition."""
     newest = {name: values[-1] for name, values in past.values.items() if values}
-    known = {**past.facts, **past.args, **newest, **past.seen, **seen}
+    known = {**past.args, **newest, **past.seen, **seen}
     numbers = []
     for text in rule.numbers:
         with suppress(KeyError, TypeError, ValueError):  # a value that is not known
@@ -251,23 +243,23 @@ def finding_of(rule: Rule, past: Past, seen: Known, level: str) -> Rule:
 
 def remedy_of(text: str, past: Past) -> str:
     """The remedy of a row with the values for this run, without those that the run has already."""
-    return MOVE.sub(partial(moved, past), text).strip() or "see docs/health.md"
 
+    def moved(move: re.Match[str]) -> str:
+        """A flag of it with its value; "" where the run has it already."""
+        flag, sign, number = move.groups()
+        if sign and flag == "kl_coef" and past.known("kl_target"):  # it moves --kl_coef
+            flag = "kl_target"
+            sign = "/"
+        now = past.known(flag)
+        least, _, usual = past.usual.get(flag, [now] * 3)
+        value = number
+        if sign == "x":
+            value = f"{max(now * int(number), usual):g}"
+        elif sign:
+            value = f"{usual if now < least else min(now / int(number), usual):g}"
+        return "" if value == f"{now:g}" else f" --{flag} {value}"
 
-def moved(past: Past, move: re.Match[str]) -> str:
-    """A flag of a remedy with its value for this run; "" where the run has it already."""
-    flag, sign, number = move.groups()
-    if sign and flag == "kl_coef" and past.known("kl_target"):  # it moves --kl_coef
-        flag = "kl_target"
-        sign = "/"
-    now = past.known(flag)
-    least, _, usual = past.usual.get(flag, [now] * 3)
-    value = number
-    if sign == "x":
-        value = f"{max(now * int(number), usual):g}"
-    elif sign:
-        value = f"{usual if now < least else min(now / int(number), usual):g}"
-    return "" if value == f"{now:g}" else f" --{flag} {value}"
+    return MOVE.sub(moved, text).strip() or "see docs/health.md"
 
 
 class Health:
@@ -277,8 +269,8 @@ class Health:
         self._found: dict[str, Rule] = {}  # by rule: the first one, or the first one that is "wrong"
         self.past = Past(args)
         logged = args.get("offline_data_path")
-        checked = args.get("script", SCRIPT) == SCRIPT
-        self._rules = [rule for rule in RULES if checked and (rule.offline or not logged)]
+        is_ppo = args.get("script") == "train_ppo.py"  # stages 1 and 2 have none of the metrics
+        self._rules = [rule for rule in RULES if is_ppo and (rule.offline or not logged)]
 
     def add(self, record: Known) -> list[Rule]:
         """Take in a line of metrics.jsonl -> the findings that begin with it, or become "wrong" with it."""

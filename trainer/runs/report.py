@@ -27,13 +27,14 @@ TEMPLATES = Environment(
 )
 
 
-def write_report(run: Run, folder: Path, health: Health, state: str) -> str:
+def write_report(run: Run, health: Health, state: str) -> str:
     """Write summary.md, report.html and curves.png -> the text of the first.
 
     state: "running", "ended" or "stopped". Raises InputError if the disk cannot be written.
     """
     from trainer.runs.plots import draw_png, draw_svgs  # here, because matplotlib takes long to load
 
+    folder = run.folder
     past = health.past
     findings = health.sorted
     panels = run.display.panels
@@ -47,7 +48,6 @@ def write_report(run: Run, folder: Path, health: Health, state: str) -> str:
     text = TEMPLATES.get_template("summary.md.jinja2").render(shown)
     page = TEMPLATES.get_template("report.html.jinja2").render(
         shown,
-        folder=folder,
         written=time.strftime("%Y-%m-%d %H:%M %Z"),
         past=past,
         svgs=draw_svgs(past, panels, findings),

@@ -12,7 +12,6 @@ import platform
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from errors import InputError
 from model.loading import as_input_error
 from trainer.compute.kernels import kernels_of
 from trainer.runs import checkpoints
-from trainer.runs.base import Run, quoted
+from trainer.runs.base import ROOT, Run, quoted
 
-LENGTH = ("epochs", "max_steps")  # the flags that say how long a run is
 REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other places, but not come or go
 Config = dict[str, Any]  # what config.json has
 BY_DATA = ("critic_warmup_steps", "reasoning")  # flags that the prompts choose where they are not given
@@ -154,12 +152,12 @@ def write_config(run: Run, folder: RunFolder) -> None:
             if config.get(CHOSEN, 0) is None:
                 config[CHOSEN] = old.get(CHOSEN)
             folder.notes += check_same_run(old, config, run.args.declared)
-            config["run_id"] = old.get("run_id", config["run_id"])
+            config["run_id"] = old["run_id"]
     folder.config = config
     folder.write_config()
 
 
-def check_same_run(old: Config, new: Config, flags: Mapping[str, Any]) -> list[str]:
+def check_same_run(old: Config, new: Config, flags: dict[str, Any]) -> list[str]:
     """Compare two configurations -> notes on the differences that are allowed. Raises InputError, naming both
     values, for a difference that changes the result.
 
@@ -168,7 +166,6 @@ def check_same_run(old: Config, new: Config, flags: Mapping[str, Any]) -> list[s
     """
     notes = []
     chosen = ""  # what differs in a flag of ``BY_DATA``: other data are named before it
-    any_length = new.get("lr_schedule") == "constant"  # then nothing depends on the number of steps
     if old["script"] != new["script"]:
         raise InputError(f"this is a run of {old['script']}; name one of {new['script']}")
     for name, flag in flags.items():
@@ -180,7 +177,8 @@ def check_same_run(old: Config, new: Config, flags: Mapping[str, Any]) -> list[s
             now *= new["processes"]
             over = " over all processes"
         may_change = flag.may_change and (name not in REWARDS or bool(was) == bool(now))
-        may_change |= any_length and name in LENGTH
+        # Nothing but a falling rate depends on how long the run is.
+        may_change |= name in ("epochs", "max_steps") and new.get("lr_schedule") == "constant"
         if was != now and not may_change:
             said = f"--{name} was {was!r} and is now {now!r}{over}; set it back"
             if name not in BY_DATA:
@@ -210,4 +208,4 @@ def resume_command(argv: list[str], script: str, folder: Path) -> str:
         launcher = ["torchrun", "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
     resume = ["--resume", str(folder)]
     flags = argv if argv[-2:] == resume else argv + resume  # the last --resume counts
-    return quoted([*launcher, Path(__file__).parents[1] / script, *flags])
+    return quoted([*launcher, ROOT / "trainer" / script, *flags])

@@ -181,7 +181,7 @@ class RunLogger:
         start = time.perf_counter()
         text = ""
         try:
-            text = write_report(self.run, self.folder.path, self.health, state)
+            text = write_report(self.run, self.health, state)
         except InputError:
             raise
         except Exception as error:

@@ -55,7 +55,7 @@ def forked() -> None:
     if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopRequest):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    release()
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork
