@@ -45,8 +45,7 @@ ROLE_NAMES = {  # in small letters
     "developer": "system",  # OpenAI's newer name
 }
 TOOL_ROLES = ("tool", "function", "function_call", "observation")  # of a call of a tool or its result
-SPEAKERS = {"Human": "user", "Assistant": "assistant"}  # the roles in transcripts (HH-RLHF)
-SPEAKS = re.compile("\n\n(Human|Assistant): ?")
+SPEAKS = re.compile("\n\n(Human|Assistant): ?")  # in transcripts (HH-RLHF)
 TURNS_AS_TEXT = re.compile(r'\s*\[\s*{\s*"(role|from|content|value)"')  # as tables keep conversations
 REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
 
@@ -116,8 +115,7 @@ def to_demonstration(record: Record) -> tuple[Asked | None, str]:
 def to_pair(record: Record) -> tuple[list[Answered], float]:
     """A record -> ([(prompt, chosen text), (prompt, rejected text)], margin). margin: how much better the
     chosen answer is, 0 if the record does not say. Raises InputError."""
-    asked = _asked(record)
-    prompt = [] if asked is None else split(asked)[0]
+    prompt, _ = split(_asked(record) or "")
     sides = [_side(record, which, prompt) for which in ("chosen", "rejected")]
     return sides, _number("margin", record.get("margin", 0.0))
 
@@ -131,11 +129,6 @@ def to_rated(record: Record) -> tuple[list[Answered], float]:
             "(or name the answer with --answer_key)"
         )
     return [(prompt, response)], _number("score", record["score"])
-
-
-def is_rated(record: Record) -> bool:
-    """Is the record one answer with a score? If not, it is taken for a pair."""
-    return "score" in record and not is_pair(record)
 
 
 def keys_found(record: Record) -> str:
@@ -300,7 +293,7 @@ def to_messages(prompt: Asked) -> Messages:
     _, *pieces = SPEAKS.split("\n\n" + prompt.strip())
     turns = zip(pieces[::2], pieces[1::2], strict=True)
     messages = [
-        {"role": SPEAKERS[speaker], "content": "\n\n".join(text for _, text in said)}
+        {"role": ROLE_NAMES[speaker.lower()], "content": "\n\n".join(text for _, text in said)}
         for speaker, said in groupby(turns, lambda turn: turn[0])
     ]
     return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages

@@ -29,7 +29,7 @@ from dataset.formats import (
     Keys,
     Record,
     add_system,
-    is_rated,
+    is_pair,
     named,
     to_demonstration,
     to_pair,
@@ -110,7 +110,8 @@ class RecordDataset(Dataset[Item], ABC):
     def pairs(self) -> bool:
         """Whether a file holds pairs, and not rated answers: the first record decides."""
         with located(self.records, 0):
-            return not is_rated(named(self.records[0], self.keys))
+            first = named(self.records[0], self.keys)
+            return is_pair(first) or "score" not in first
 
     def make(self, i: int) -> Item:
         """Item ``i``, also one that is too long."""

@@ -24,7 +24,7 @@ from model.loading import as_input_error, quiet
 
 TABLE = ".parquet"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(:.+)?")
-SUFFIXES = (".jsonl", ".json", ".gz", TABLE)
+SUFFIXES = (".jsonl", ".json", ".gz")
 BLANK = b"\xef\xbb\xbf \t\r\n"  # before the first record: Windows begins files with three bytes
 
 
