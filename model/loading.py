@@ -52,7 +52,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     """
     if os.path.isdir(path) and not _has_tokenizer(Path(path)):
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
-    with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
+    with quiet(), as_input_error(f"no tokenizer could be loaded from {described(path)}"):
         check_hub(path)
         settings = Path(path) / "tokenizer_config.json"
         written = settings.is_file() and json.loads(settings.read_bytes()).get("tokenizer_class")
@@ -75,7 +75,7 @@ def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrained
     """
     if str(path).endswith(".pth"):
         return _load_pth(Path(path), trust_remote_code)
-    with quiet(), as_input_error(f"no causal language model could be loaded from {_described(path)}"):
+    with quiet(), as_input_error(f"no causal language model could be loaded from {described(path)}"):
         config = plain_config(load_config(path, trust_remote_code))
         if "ForSequenceClassification" in str(config.architectures):
             raise InputError("it is a classifier or reward model, not a causal language model")
@@ -214,7 +214,8 @@ def check_hub(name: str | Path) -> None:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
 
 
-def _described(path: str | Path) -> str:
+def described(path: str | Path) -> str:
+    """From where a model is loaded, for error messages."""
     return str(path) if os.path.isdir(path) else f"the hub as {path} (there is no such directory here)"
 
 

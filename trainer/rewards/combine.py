@@ -291,7 +291,7 @@ def finite(flag: str, scores: Tensor | list[float], texts: list[str]) -> Tensor:
         if not math.isfinite(score):
             raise InputError(
                 f"{flag}: the score {score} for the response {json.dumps(text, ensure_ascii=False)[:80]}; "
-                "scores must be finite"
+                "scores must be finite (of a reward model, --dtype float32 may help)"
             )
     return scores
 
