@@ -9,8 +9,8 @@ decides what can be trained: docs/models.md.
 
 import json
 import logging
-import math
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -284,15 +284,16 @@ def is_moe(model: PreTrainedModel) -> bool:
     return bool(getattr(model.config, "use_moe", hasattr(model.config, "router_aux_loss_coef")))
 
 
-def most_positions(config: PreTrainedConfig) -> float:
-    """The longest sequence, in tokens, that a model computes the same alone and in a batch; inf: no limit."""
+def most_positions(config: PreTrainedConfig) -> int:
+    """The longest sequence, in tokens, that a model computes the same alone and in a batch; a very large
+    number: no limit."""
     limits = [getattr(config, "max_position_embeddings", None)]  # ALiBi models have no limit
     if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo: the window depends on the longest row
         limits.append(config.window_size)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # Phi-3: one longer row changes the rotation of all rows
         limits.append(rope.get("original_max_position_embeddings"))
-    return min((limit for limit in limits if limit), default=math.inf)
+    return min((limit for limit in limits if limit), default=sys.maxsize)
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
