@@ -87,8 +87,6 @@ def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrained
 
 def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
     """As ``load_policy``. Code in the file is never run."""
-    if not os.path.isfile(path):  # unlike Path.is_file, False for a text that cannot be a path
-        raise InputError(f"{path}: no such file")
     with as_input_error(f"{path} is not a readable torch file of tensors alone (save model.state_dict())"):
         state: dict[str, Tensor] = dict(torch.load(path, map_location="cpu", weights_only=True))
     sidecar = path.with_suffix("")
@@ -117,7 +115,7 @@ def tokenizer_source(path: str | Path) -> str:
     there is no such ``.pth``, or none of the two has a tokenizer."""
     if not str(path).endswith(".pth"):
         return str(path)
-    if not os.path.isfile(path):  # the first thing to say
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a text that cannot be a path
         raise InputError(f"{path}: no such file")
     sidecar = Path(path).with_suffix("")
     for folder in (sidecar, MINIMIND_FOLDER):
@@ -271,11 +269,6 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
 def embeddings(model: PreTrainedModel) -> int:
     """The number of ids that a model can read."""
     return len(next(model.get_input_embeddings().parameters()))
-
-
-def not_finite(model: PreTrainedModel) -> str:
-    """The name of the first parameter that holds a NaN or an infinity; "" if none does."""
-    return next((name for name, p in model.named_parameters() if not p.isfinite().all()), "")
 
 
 def is_moe(model: PreTrainedModel) -> bool:

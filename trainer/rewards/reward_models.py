@@ -234,10 +234,10 @@ def load_reward_model(
         # No cache of keys and values: it would only take memory, and the one of transformers 4 is gone.
         config.use_cache = False
         model = load_pretrained(auto_class, path, trust_remote_code, config, weights)
+        make_score_heads(model)
         if not outside:
             keep_in_half(model)
         nn.Module.to(model, device).eval().requires_grad_(False)
-        make_score_heads(model)
         kind = ClassifierRewardModel if classifies else RemoteRewardModel
         # Code from outside knows no mixed precision.
         return kind(model, tokenizer, torch.float32 if is_from_outside(model) else dtype)
