@@ -39,7 +39,7 @@ def judging(table, weight=1.0):
 OWN = {"function": lambda prompts, *_: [1.0] * len(prompts), "reasoning": False}
 UNEQUAL = {"models": {"model": judging({"p: a": 8.0, "q: b": 0.0}, -0.5)}, "reasoning": False}
 NORMALISED = {
-    "normalize": True,
+    "normalize_reward": True,
     "function": lambda prompts, *_: [50.0, 70.0][: len(prompts)],
     "server": lambda request: torch.tensor([50.0, 70.0])[: len(request.responses)],
     "length_reward": 0.5,
@@ -90,7 +90,7 @@ def test_parts_and_their_sum(case):
     parts = reward.combine(raw, ALONE)
     assert {name: x.tolist() for name, x in parts.items()} == {n: pytest.approx(x) for n, x in wanted.items()}
     assert list(parts) == list(wanted) == reward.names
-    assert set(reward.running) == ({"model", "server"} if reward.normalize else set())
+    assert set(reward.running) == ({"model", "server"} if reward.normalize_reward else set())
 
 
 def test_a_score_is_at_its_limit_where_the_clip_holds_it():
@@ -141,7 +141,7 @@ def test_normalised_scores_by_hand():
     """The statistics are of whole responses; answer blocks are scaled with the same; weights come last."""
     block = "a<answer>x</answer>"
     table = {f"p: {block}": 10.0, "p: x": 30.0, "p: b": 20.0, "p: c": 30.0, "p: d": 100.0}
-    reward = Reward({"model": judging(table, 2.0)}, reasoning=True, normalize=True)
+    reward = Reward({"model": judging(table, 2.0)}, reasoning=True, normalize_reward=True)
     first, later = (reward.raw_scores(tiny.request_of(["p"] * len(x), x)) for x in ([block, "b", "c"], ["d"]))
     parts = reward.combine(first, ALONE)
     close(reward.running["model"], RunningStats(3, 20.0, 200.0))
@@ -181,7 +181,7 @@ def test_every_flag_reaches_the_reward(tmp_path):
         assert {name: weight for name, (_, weight) in reward.models.items()} == weights
         for model, _ in reward.models.values():
             assert model.model.get_input_embeddings().weight.dtype == torch.bfloat16
-    wanted |= {"timeout": 9, "normalize": 1, "reasoning": 0, "server": None}
+    wanted |= {"reward_timeout": 9, "normalize_reward": 1, "reasoning": 0, "server": None}
     assert wanted.items() <= vars(reward).items()
 
 
