@@ -92,9 +92,9 @@ def to_prompt(record: Record) -> Parted:
     the answer is "72".
     """
     prompt, answer = _prompt_and_answer(record)
-    checked = record.get("reward_model")
-    if answer is None and isinstance(checked, dict) and checked.get("ground_truth") is not None:
-        answer = _as_text(checked["ground_truth"])
+    match record:
+        case {"reward_model": {"ground_truth": truth}} if answer is None and truth is not None:
+            answer = _as_text(truth)
     return prompt, without_solution(answer) if answer else None
 
 
@@ -252,7 +252,6 @@ def as_messages(turns: Any) -> Messages:
     for i, turn in enumerate(turns if isinstance(turns, list) else []):
         turn = turn if isinstance(turn, dict) else {}
         role: Any = turn.get("role", turn.get("from", ("user", "assistant")[i % 2]))
-        thought: Any = turn.get("reasoning_content")
         if role in TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
             continue
         content = turn.get("content", turn.get("value"))
@@ -264,7 +263,7 @@ def as_messages(turns: Any) -> Messages:
                 "text can be read"
             )
         said = "".join(texts)
-        if thought:
+        if thought := turn.get("reasoning_content"):
             said = f"<think>\n{str(thought).strip()}\n</think>\n\n{said}"  # as Qwen3's template writes it
         messages.append({"role": ROLE_NAMES.get(role.lower(), role), "content": said})
     if not messages:
