@@ -7,7 +7,6 @@ model_minimind.py recognises. Every mistake that a user can make raises ``InputE
 decides what can be trained: docs/models.md.
 """
 
-import json
 import logging
 import os
 import sys
@@ -32,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.initialization import no_init_weights
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as hf_logging
 
 from errors import InputError
@@ -54,8 +54,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
     with quiet(), as_input_error(f"no tokenizer could be loaded from {described(path)}"):
         check_hub(path)
-        settings = Path(path) / "tokenizer_config.json"
-        written = settings.is_file() and json.loads(settings.read_bytes()).get("tokenizer_class")
+        written = get_tokenizer_config(str(path)).get("tokenizer_class")
         # These names say that tokenizer.json is the complete tokenizer. ``AutoTokenizer`` follows that for
         # some architectures only: beside a Qwen2 it would read any tokenizer as Qwen2's own, split texts as
         # Qwen2 does and add Qwen2's tokens.
@@ -286,7 +285,7 @@ def most_positions(config: PreTrainedConfig) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # Phi-3: one longer row changes the rotation of all rows
         limits.append(rope.get("original_max_position_embeddings"))
-    return min((limit for limit in limits if limit), default=sys.maxsize)
+    return min(filter(None, limits), default=sys.maxsize)
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
