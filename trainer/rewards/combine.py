@@ -96,7 +96,7 @@ class RunningStats:
     def __add__(self, other: "RunningStats") -> "RunningStats":
         count = self.count + other.count
         gap = other.mean - self.mean
-        share = other.count / max(count, 1)
+        share = other.count / count
         squares = self.squares + other.squares + gap * gap * self.count * share
         return RunningStats(count, self.mean + gap * share, squares)
 

@@ -56,7 +56,7 @@ def load_reward_function(
     if not spec:
         return None
     path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not Path(path).is_file():
+    if not Path(path).is_file():
         raise InputError(
             f"--reward_fn {spec}: no such file, or no function named; write it as path.py:function"
         )
