@@ -11,7 +11,6 @@ import hashlib
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -274,7 +273,7 @@ class LoggedRecords(RecordDataset[Item]):
     are dropped. eos: the ids that end a response."""
 
     max_response: int
-    eos: Collection[int]
+    eos: list[int]
 
     limits = "--max_seq_len or --max_gen_len"
 

@@ -188,12 +188,10 @@ def load_pretrained(
             ignore_mismatched_sizes=True,  # reported, in one line
             output_loading_info=True,
         )
-    wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
-    if wrong:
-        raise InputError(f"its weights lack what its config.json describes: {', '.join(wrong)[:200]}")
-    if unused := sorted(report["unexpected_keys"]):
-        names = ", ".join(unused)[:200]
-        warnings.warn(f"{path}: its config.json has no place for the weights {names}", stacklevel=2)
+    if wrong := ", ".join(sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))):
+        raise InputError(f"its weights lack what its config.json describes: {wrong:.200}")
+    if unused := ", ".join(sorted(report["unexpected_keys"])):
+        warnings.warn(f"{path}: its config.json has no place for the weights {unused:.200}", stacklevel=2)
     return model
 
 

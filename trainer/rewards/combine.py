@@ -29,7 +29,7 @@ import json
 import math
 import re
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -300,7 +300,7 @@ def load_reward(
     args: Namespace,
     device: torch.device,
     dtype: torch.dtype,
-    of_run: Collection[str],
+    of_run: list[str],
     *datasets: RecordDataset | None,
 ) -> Reward:
     """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for; of_run: what
@@ -320,7 +320,7 @@ def load_judge(
     args: Namespace,
     device: torch.device,
     dtype: torch.dtype,
-    of_run: Collection[str],
+    of_run: list[str],
     held_out: RecordDataset | None,
 ) -> Judge:
     """Flags -> the ``Judge`` of the run. held_out: the records that its function may ask for; of_run: as of

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import Parameter
@@ -48,7 +48,7 @@ class Request:
 
 
 def load_reward_function(
-    spec: str, of_run: Collection[str], *datasets: RecordDataset | None
+    spec: str, of_run: list[str], *datasets: RecordDataset | None
 ) -> RewardFunction | None:
     """``path.py:function`` -> the function, None for "". Raises InputError if it does not exist, if importing
     it fails, if it cannot be called with prompts, responses and answers, or if it asks for what the records

@@ -237,7 +237,7 @@ def load_reward_model(
         make_score_heads(model)
         if not outside:
             keep_in_half(model)
-        nn.Module.to(model, device).eval().requires_grad_(False)
+        nn.Module.to(model, device).requires_grad_(False)
         kind = ClassifierRewardModel if classifies else RemoteRewardModel
         # Code from outside knows no mixed precision.
         return kind(model, tokenizer, torch.float32 if is_from_outside(model) else dtype)
