@@ -222,10 +222,8 @@ def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
     if not prompt or isinstance(turns, str):
         return turns, answer
     asked = to_messages(prompt)
-    if turns[: len(asked)] == asked:
-        return turns, answer
     speakers = [turn["role"] for turn in turns if turn["role"] != "system"]
-    if speakers[:1] == ["user"] == [asked[-1]["role"]]:  # the whole conversation, in other words
+    if speakers[:1] == ["user"] and asked[-1]["role"] != "assistant":  # the whole conversation
         system = asked[0]["content"] if asked[0]["role"] == "system" else ""
         return add_system(turns, system), answer
     return asked + turns, answer
