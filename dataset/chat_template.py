@@ -14,9 +14,10 @@ import re
 import unicodedata
 from collections.abc import Callable
 from datetime import datetime
-from functools import lru_cache
+from functools import cache
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -56,7 +57,7 @@ MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
 # ordinary text.
 
 
-@lru_cache(maxsize=8)  # called for every text, and some tokenizers have thousands of added tokens
+@cache  # called for every text, and some tokenizers have thousands of added tokens
 def spellings(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], set[int]]:
     """How a tokenizer's special tokens are written, as a group of a pattern, and the ids that no text of a
     user may become."""
@@ -108,7 +109,7 @@ def around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
     return put_around(tokenizer) if tokenizer.chat_template is None else ([], [])
 
 
-@lru_cache(maxsize=8)  # called for every text
+@cache  # called for every text
 def put_around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
     """``around`` without a chat template."""
     found = tokenizer("a", return_special_tokens_mask=True, verbose=False)
@@ -120,13 +121,9 @@ def put_around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
 # ---------------------------------------------------------------- conversations -> text -> token ids
 
 
-class OneDay(datetime):
-    """The date for templates that print today's (Llama 3, SmolLM3), the same on all days: what is read must
-    not change while a run goes on, nor when it is resumed."""
-
-    @classmethod
-    def now(cls, tz: Any = None) -> "OneDay":
-        return cls(2026, 1, 1)
+# In the place of ``datetime`` for templates that print today's date (Llama 3, SmolLM3), the same on all days:
+# what is read must not change while a run goes on, nor when it is resumed.
+ONE_DAY = SimpleNamespace(now=lambda: datetime(2026, 1, 1))
 
 
 def for_tokenizer(tokenizer: PreTrainedTokenizerBase, prompt: Asked) -> Asked:
@@ -150,7 +147,7 @@ def render(
     """The chat template's text of ``messages``; with ``generate``, an assistant turn begins at its end.
     kwargs: of the template, before those that the tokenizer was given (``set_template_kwargs``)."""
     kwargs = tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {}) | kwargs
-    one_day = mock.patch.object(chat_template_utils, "datetime", OneDay, create=True)
+    one_day = mock.patch.object(chat_template_utils, "datetime", ONE_DAY, create=True)
     with as_input_error("the tokenizer's chat template refuses the conversation"), one_day:
         return str(
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate, **kwargs)

@@ -42,7 +42,7 @@ def global_batch(n: int, seed: int, step: int, size: int) -> list[int]:
     return [int(epoch_order(n, seed, epoch)[i]) for epoch, i in places]
 
 
-def local_positions(batch_size: int, rank: int, world: int, answers: int = 1) -> list[int]:
+def local_positions(batch_size: int, rank: int, world: int, answers: int) -> list[int]:
     """The positions in the global batch that this process holds, in the order of its local rows: every
     ``world``-th prompt, with all its answers one after the other.
 

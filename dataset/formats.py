@@ -46,8 +46,7 @@ ROLE_NAMES = {  # in small letters
     "developer": "system",  # OpenAI's newer name
 }
 TOOL_ROLES = ("tool", "function", "function_call", "observation")  # of a call of a tool or its result
-SPEAKERS = {"Human": "user", "Assistant": "assistant"}  # the roles in transcripts (HH-RLHF)
-SPEAKS = re.compile("\n\n(Human|Assistant): ?")
+SPEAKS = re.compile("\n\n(Human|Assistant): ?")  # in transcripts (HH-RLHF)
 TURNS_AS_TEXT = re.compile(r'\s*\[\s*{\s*"(role|from|content|value)"')  # as tables keep conversations
 REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
 
@@ -99,9 +98,9 @@ def to_prompt(record: Record) -> Parted:
     the answer is "72".
     """
     prompt, answer = _prompt_and_answer(record)
-    checked = record.get("reward_model")
-    if answer is None and isinstance(checked, dict) and checked.get("ground_truth") is not None:
-        answer = _as_text(checked["ground_truth"])
+    match record:
+        case {"reward_model": {"ground_truth": truth}} if answer is None and truth is not None:
+            answer = _as_text(truth)
     return prompt, without_solution(answer) if answer else None
 
 
@@ -122,8 +121,7 @@ def to_demonstration(record: Record) -> tuple[Asked | None, str]:
 def to_pair(record: Record) -> tuple[list[Answered], float]:
     """A record -> ([(prompt, chosen text), (prompt, rejected text)], margin). margin: how much better the
     chosen answer is, 0 if the record does not say. Raises InputError."""
-    asked = _asked(record)
-    prompt = [] if asked is None else split(asked)[0]
+    prompt, _ = split(_asked(record) or "")
     sides = [_side(record, which, prompt) for which in ("chosen", "rejected")]
     return sides, _number("margin", record.get("margin", 0.0))
 
@@ -137,11 +135,6 @@ def to_rated(record: Record) -> tuple[list[Answered], float]:
             "(or name the answer with --answer_key)"
         )
     return [(prompt, response)], _number("score", record["score"])
-
-
-def is_rated(record: Record) -> bool:
-    """Is the record one answer with a score? If not, it is taken for a pair."""
-    return "score" in record and not is_pair(record)
 
 
 def keys_found(record: Record) -> str:
@@ -235,10 +228,8 @@ def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
     if not prompt or isinstance(turns, str):
         return turns, answer
     asked = to_messages(prompt)
-    if turns[: len(asked)] == asked:
-        return turns, answer
     speakers = [turn["role"] for turn in turns if turn["role"] != "system"]
-    if speakers[:1] == ["user"] == [asked[-1]["role"]]:  # the whole conversation, in other words
+    if speakers[:1] == ["user"] and asked[-1]["role"] != "assistant":  # the whole conversation
         system = asked[0]["content"] if asked[0]["role"] == "system" else ""
         return add_system(turns, system), answer
     return asked + turns, answer
@@ -265,7 +256,6 @@ def as_messages(turns: Any) -> Messages:
     for i, turn in enumerate(turns if isinstance(turns, list) else []):
         turn = turn if isinstance(turn, dict) else {}
         role: Any = turn.get("role", turn.get("from", ("user", "assistant")[i % 2]))
-        thought: Any = turn.get("reasoning_content")
         if role in TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
             continue
         content = turn.get("content", turn.get("value"))
@@ -277,7 +267,7 @@ def as_messages(turns: Any) -> Messages:
                 "text can be read"
             )
         said = "".join(texts)
-        if thought:
+        if thought := turn.get("reasoning_content"):
             said = f"<think>\n{str(thought).strip()}\n</think>\n\n{said}"  # as Qwen3's template writes it
         messages.append({"role": ROLE_NAMES.get(role.lower(), role), "content": said})
     if not messages:
@@ -306,7 +296,7 @@ def to_messages(prompt: Asked) -> Messages:
     _, *pieces = SPEAKS.split("\n\n" + prompt.strip())
     turns = zip(pieces[::2], pieces[1::2], strict=True)
     messages = [
-        {"role": SPEAKERS[speaker], "content": "\n\n".join(text for _, text in said)}
+        {"role": ROLE_NAMES[speaker.lower()], "content": "\n\n".join(text for _, text in said)}
         for speaker, said in groupby(turns, lambda turn: turn[0])
     ]
     return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages

@@ -11,10 +11,8 @@ import hashlib
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -30,7 +28,7 @@ from dataset.formats import (
     Keys,
     Record,
     add_system,
-    is_rated,
+    is_pair,
     named,
     to_demonstration,
     to_pair,
@@ -63,11 +61,16 @@ class RecordDataset(Dataset[Item], ABC):
     keys: Keys = BY_FORM  # those that the user named
 
     limits = "--max_seq_len"  # the flags that say how long an item may be
+    by_answer = False  # whether each answer of a pair is an item, and not the pair
 
     def __post_init__(self) -> None:
         self.records = open_records(self.path)
         self.columns: dict[str, None] = {}
-        n = len(self.records) * self.per_record()
+        with located(self.records, 0):
+            first = named(self.records[0], self.keys)
+        self.pairs = is_pair(first) or "score" not in first  # and not rated answers
+        self.per_record = 2 if self.by_answer and self.pairs else 1  # items
+        n = len(self.records) * self.per_record
         whole = n <= READ_WHOLE
         places = range(n) if whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
         digest = hashlib.sha256(f"{n}".encode())
@@ -98,22 +101,12 @@ class RecordDataset(Dataset[Item], ABC):
         assert isinstance(item, tuple)
         return max(map(len, item[:-1]))
 
-    def per_record(self) -> int:
-        """How many items a record makes."""
-        return 1
-
     def note_item(self, item: Item) -> None:
         """Called at the start with each item that is read."""
 
-    @cached_property
-    def pairs(self) -> bool:
-        """Whether a file holds pairs, and not rated answers: the first record decides."""
-        with located(self.records, 0):
-            return not is_rated(named(self.records[0], self.keys))
-
     def make(self, i: int) -> Item:
         """Item ``i``, also one that is too long."""
-        number = i // self.per_record()
+        number = i // self.per_record
         with located(self.records, number):
             record = self.records[number]
             self.columns |= dict.fromkeys(record)
@@ -284,7 +277,7 @@ class LoggedRecords(RecordDataset[Item]):
     are dropped. eos: the ids that end a response."""
 
     max_response: int
-    eos: Collection[int]
+    eos: list[int]
 
     limits = "--max_seq_len or --max_gen_len"
 
@@ -328,11 +321,10 @@ class LoggedAnswers(LoggedRecords[LoggedAnswer]):
     """Items: ``LoggedAnswer``. Of pairs, item 2 n is the chosen answer of record n, item 2 n + 1 the rejected
     one."""
 
-    def per_record(self) -> int:
-        return 1 + self.pairs
+    by_answer = True
 
     def item(self, i: int, record: Record) -> LoggedAnswer:
-        return self.answer(i, record, i % self.per_record())
+        return self.answer(i, record, i % self.per_record)
 
 
 class LoggedPairs(LoggedRecords[tuple[LoggedAnswer, LoggedAnswer]]):

@@ -23,8 +23,7 @@ from errors import InputError
 from model.loading import as_input_error, quiet
 
 TABLE = ".parquet"
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(:.+)?")
-SUFFIXES = (".jsonl", ".json", ".gz", TABLE)
+HUB_NAME = re.compile(r"(?!.*\.(jsonl?|gz)\Z)[\w-][\w.-]*/[\w.-]+(:.+)?")  # not one of a file of lines
 BLANK = b"\xef\xbb\xbf \t\r\n"  # before the first record: Windows begins files with three bytes
 
 
@@ -106,7 +105,7 @@ def open_records(path: str | Path) -> Records:
     ``with located(records, i)`` puts file and line before the error message.
     """
     path = str(path)
-    hub = HUB_NAME.fullmatch(path) and not path.endswith(SUFFIXES) and not os.path.lexists(path)
+    hub = HUB_NAME.fullmatch(path) and not os.path.lexists(path)
     is_table = hub or path.endswith(TABLE) or os.path.isdir(path)
     records = TableRecords(path) if is_table else LineRecords(path)
     if not len(records):

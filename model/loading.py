@@ -7,10 +7,9 @@ model_minimind.py recognises. Every mistake that a user can make raises ``InputE
 decides what can be trained: docs/models.md.
 """
 
-import json
 import logging
-import math
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.initialization import no_init_weights
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as hf_logging
 
 from errors import InputError
@@ -52,10 +52,9 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     """
     if os.path.isdir(path) and not _has_tokenizer(Path(path)):
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
-    with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
+    with quiet(), as_input_error(f"no tokenizer could be loaded from {described(path)}"):
         check_hub(path)
-        settings = Path(path) / "tokenizer_config.json"
-        written = settings.is_file() and json.loads(settings.read_bytes()).get("tokenizer_class")
+        written = get_tokenizer_config(str(path)).get("tokenizer_class")
         # These names say that tokenizer.json is the complete tokenizer. ``AutoTokenizer`` follows that for
         # some architectures only: beside a Qwen2 it would read any tokenizer as Qwen2's own, split texts as
         # Qwen2 does and add Qwen2's tokens.
@@ -75,7 +74,7 @@ def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrained
     """
     if str(path).endswith(".pth"):
         return _load_pth(Path(path), trust_remote_code)
-    with quiet(), as_input_error(f"no causal language model could be loaded from {_described(path)}"):
+    with quiet(), as_input_error(f"no causal language model could be loaded from {described(path)}"):
         config = plain_config(load_config(path, trust_remote_code))
         if "ForSequenceClassification" in str(config.architectures):
             raise InputError("it is a classifier or reward model, not a causal language model")
@@ -87,8 +86,6 @@ def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrained
 
 def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
     """As ``load_policy``. Code in the file is never run."""
-    if not os.path.isfile(path):  # unlike Path.is_file, False for a text that cannot be a path
-        raise InputError(f"{path}: no such file")
     with as_input_error(f"{path} is not a readable torch file of tensors alone (save model.state_dict())"):
         state: dict[str, Tensor] = dict(torch.load(path, map_location="cpu", weights_only=True))
     sidecar = path.with_suffix("")
@@ -117,7 +114,7 @@ def tokenizer_source(path: str | Path) -> str:
     there is no such ``.pth``, or none of the two has a tokenizer."""
     if not str(path).endswith(".pth"):
         return str(path)
-    if not os.path.isfile(path):  # the first thing to say
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a text that cannot be a path
         raise InputError(f"{path}: no such file")
     sidecar = Path(path).with_suffix("")
     for folder in (sidecar, MINIMIND_FOLDER):
@@ -191,12 +188,10 @@ def load_pretrained(
             ignore_mismatched_sizes=True,  # reported, in one line
             output_loading_info=True,
         )
-    wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
-    if wrong:
-        raise InputError(f"its weights lack what its config.json describes: {', '.join(wrong)[:200]}")
-    if unused := sorted(report["unexpected_keys"]):
-        names = ", ".join(unused)[:200]
-        warnings.warn(f"{path}: its config.json has no place for the weights {names}", stacklevel=2)
+    if wrong := ", ".join(sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))):
+        raise InputError(f"its weights lack what its config.json describes: {wrong:.200}")
+    if unused := ", ".join(sorted(report["unexpected_keys"])):
+        warnings.warn(f"{path}: its config.json has no place for the weights {unused:.200}", stacklevel=2)
     return model
 
 
@@ -214,7 +209,8 @@ def check_hub(name: str | Path) -> None:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
 
 
-def _described(path: str | Path) -> str:
+def described(path: str | Path) -> str:
+    """From where a model is loaded, for error messages."""
     return str(path) if os.path.isdir(path) else f"the hub as {path} (there is no such directory here)"
 
 
@@ -272,26 +268,22 @@ def embeddings(model: PreTrainedModel) -> int:
     return len(next(model.get_input_embeddings().parameters()))
 
 
-def not_finite(model: PreTrainedModel) -> str:
-    """The name of the first parameter that holds a NaN or an infinity; "" if none does."""
-    return next((name for name, p in model.named_parameters() if not p.isfinite().all()), "")
-
-
 def is_moe(model: PreTrainedModel) -> bool:
     """Is the model a mixture of experts? MiniMind's config says so in ``use_moe``. In other families, only
     the configs of such models have a weight for the load-balancing loss."""
     return bool(getattr(model.config, "use_moe", hasattr(model.config, "router_aux_loss_coef")))
 
 
-def most_positions(config: PreTrainedConfig) -> float:
-    """The longest sequence, in tokens, that a model computes the same alone and in a batch; inf: no limit."""
+def most_positions(config: PreTrainedConfig) -> int:
+    """The longest sequence, in tokens, that a model computes the same alone and in a batch; a very large
+    number: no limit."""
     limits = [getattr(config, "max_position_embeddings", None)]  # ALiBi models have no limit
     if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo: the window depends on the longest row
         limits.append(config.window_size)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # Phi-3: one longer row changes the rotation of all rows
         limits.append(rope.get("original_max_position_embeddings"))
-    return min((limit for limit in limits if limit), default=math.inf)
+    return min(filter(None, limits), default=sys.maxsize)
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:

@@ -202,14 +202,13 @@ def minimind_config_of(state: dict[str, Tensor]) -> MiniMindConfig:
     has the default of its version: 3 if there are query norms, 2 if not. Any exception means that it is not a
     MiniMind. Other differences from one are found when the state is loaded into the model.
     """
-    layer = "model.layers.0."
     embeddings = state["model.embed_tokens.weight"]
-    queries = state[f"{layer}self_attn.q_proj.weight"]
-    norm = state.get(f"{layer}self_attn.q_norm.weight")
+    queries = state["model.layers.0.self_attn.q_proj.weight"]
+    norm = state.get("model.layers.0.self_attn.q_norm.weight")
     head_dim = len(queries) // MINIMIND_HEADS if norm is None else len(norm)
-    gate = state.get(f"{layer}mlp.gate.weight")
-    first = f"{layer}mlp." if gate is None else f"{layer}mlp.experts.0."
-    shared = sum(name.startswith(f"{layer}mlp.shared_experts.") for name in state)
+    gate = state.get("model.layers.0.mlp.gate.weight")
+    first = "mlp" if gate is None else "mlp.experts.0"
+    shared = sum(name.startswith("model.layers.0.mlp.shared_experts.") for name in state)
     return MiniMindConfig(
         minimind_version=2 if norm is None else 3,
         vocab_size=len(embeddings),
@@ -217,8 +216,8 @@ def minimind_config_of(state: dict[str, Tensor]) -> MiniMindConfig:
         num_hidden_layers=len(set(re.findall(r"model\.layers\.(\d+)\.", " ".join(state)))),
         head_dim=head_dim,
         num_attention_heads=len(queries) // head_dim,
-        num_key_value_heads=len(state[f"{layer}self_attn.k_proj.weight"]) // head_dim,
-        intermediate_size=len(state[f"{first}gate_proj.weight"]),
+        num_key_value_heads=len(state["model.layers.0.self_attn.k_proj.weight"]) // head_dim,
+        intermediate_size=len(state[f"model.layers.0.{first}.gate_proj.weight"]),
         use_moe=gate is not None,
         num_experts=4 if gate is None else len(gate),
         n_shared_experts=shared // 3,  # each has three matrices

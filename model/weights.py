@@ -114,7 +114,7 @@ def keep_in_half(model: nn.Module) -> None:
 def make_score_heads(model: nn.Module) -> None:
     """Make every linear layer with one output that is a direct child of the model a ``ScoreHead`` in fp32."""
     for head in model.children():
-        if type(head) in (nn.Linear, HalfLinear) and head.out_features == 1:
+        if type(head) is nn.Linear and head.out_features == 1:
             head.__class__ = ScoreHead
             _to_fp32(head)
 

@@ -48,7 +48,7 @@ def test_the_last_batches_are_kept_and_stand_before_the_new_one():
 
 def test_each_of_two_processes_keeps_the_global_batch_and_takes_its_rows_of_it():
     """Also after resuming with one process."""
-    whole, mine = rollout_of(1), [local_positions(4, rank, 2) for rank in (0, 1)]
+    whole, mine = rollout_of(1), [local_positions(4, rank, 2, 1) for rank in (0, 1)]
     parts = [(p, {name: getattr(whole.rows(p), name) for name in FIELDS}) for p in mine]
 
     class Two(World):

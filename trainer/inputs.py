@@ -30,7 +30,6 @@ from model.loading import (
     load_policy,
     load_tokenizer,
     most_positions,
-    not_finite,
     quiet,
     tokenizer_source,
 )
@@ -271,8 +270,9 @@ def sampling_sizes(
 def check_policy(args: Flags, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise InputError if the causal LM cannot be trained here, or does not fit tokenizer and flags."""
     check_tokenizer(tokenizer, policy)
-    if name := not_finite(policy):
-        raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
+    for name, p in policy.named_parameters():
+        if not p.isfinite().all():
+            raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
     check_output_head(policy)
     for flag in ("hidden_size", "num_hidden_layers"):
         wanted = getattr(args, flag)

@@ -275,7 +275,7 @@ class PpoRun(Run):
         if shares_reward_models(args):
             for model in scoring_models(self.reward, self.judge):
                 shard(model.root, in_step, self.dtype, model.model)
-                model.root.in_step = in_step  # type: ignore[assignment]  # ``ClassifierRewardModel`` asks for it
+                model.in_step = in_step
         for learner in self.learners.values():
             learner.optimizer = self._optimizer(learner.model, learner.peak)
 

@@ -103,8 +103,8 @@ def test_order_is_a_pure_function_and_global_batches_are_one_endless_stream():
     batches = [global_batch(7, 5, step, 4) for step in range(7)]
     assert [i for batch in batches for i in batch] == stream
     assert global_batch(3, 0, 0, 7) == [i for e in range(3) for i in epoch_order(3, 0, e)][:7]
-    assert local_positions(4, 1, 2) == [1, 3, 5, 7]
-    assert local_positions(3, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
+    assert local_positions(4, 1, 2, 1) == [1, 3, 5, 7]
+    assert local_positions(3, 0, 2, 1) == [0, 2, 4]  # the last minibatch may be smaller
 
 
 SHARES = [  # a batch, a minibatch over all processes, answers to a prompt, how many of these together

@@ -190,7 +190,7 @@ def test_rated_answers_and_sides_with_prompts_of_their_own():
     assert to_rated({"prompt": "hi", "answer": "5", "score": True}) == ([("hi", "5")], 1.0)
     assert to_rated(named({"q": "hi", "a": "5", "score": 2}, Keys("q", "a"))) == ([("hi", "5")], 2.0)
     both = {"score": 2, "q": {"text": "hi"}, "good": "a", "bad": "b"}
-    assert formats.is_rated(both) and not formats.is_rated(named(both, KEYS))
+    assert not formats.is_pair(both) and formats.is_pair(named(both, KEYS))
 
 
 def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(chat, plain):

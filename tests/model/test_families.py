@@ -6,6 +6,7 @@
 import pytest
 import torch
 import transformers as T
+from huggingface_hub import constants
 from packaging.version import Version
 from safetensors.torch import load_model
 from tiny import ROOT, WORDS, read_jsonl, refused, train, word_tokenizer, write_jsonl
@@ -221,12 +222,21 @@ def test_tokenizer(kind, several, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "Qwen2", "Qwen3", "Phi-3", "Gemma 3", "GPT-2", "OPT"])
-def test_a_tokenizer_that_is_not_of_its_models_family(architecture, tmp_path):
-    """It is read as its own file says. AutoTokenizer would read any tokenizer beside a Qwen2 as Qwen2's."""
-    tokenizer = T.PreTrainedTokenizerFast.from_pretrained(ROOT / "model" / "demo" / "policy")
-    FAMILIES[architecture]().save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    again, text = load_tokenizer(tmp_path), "What is 12 plus  seven?\n\n<think> It's 好 </think>"
-    assert again.get_vocab() == tokenizer.get_vocab()
-    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert again.decode(again(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
+def test_a_tokenizer_that_is_not_of_its_models_family(architecture, tmp_path, monkeypatch):
+    """It is read as its own file says, in a folder as from the hub. AutoTokenizer would read any tokenizer
+    beside a Qwen2 as Qwen2's."""
+    model = tmp_path / "models--some--model"
+    folder = model / "snapshots" / ("1" * 40)
+    FAMILIES[architecture]().save_pretrained(folder)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("1" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    demo = T.PreTrainedTokenizerFast.from_pretrained(ROOT / "model" / "demo" / "policy")
+    text = "What is 12 plus  seven?\n\n<think> It's 好 </think>"
+    for tokenizer in (demo, word_tokenizer(WORDS)):
+        tokenizer.save_pretrained(folder)
+        for again in (load_tokenizer(folder), load_tokenizer("some/model")):
+            assert again.get_vocab() == tokenizer.get_vocab()
+            assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+            assert again.decode(again(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])

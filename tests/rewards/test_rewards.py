@@ -39,7 +39,7 @@ def judging(table, weight=1.0):
 OWN = {"function": lambda prompts, *_: [1.0] * len(prompts), "reasoning": False}
 UNEQUAL = {"models": {"model": judging({"p: a": 8.0, "q: b": 0.0}, -0.5)}, "reasoning": False}
 NORMALISED = {
-    "normalize": True,
+    "normalize_reward": True,
     "function": lambda prompts, *_: [50.0, 70.0][: len(prompts)],
     "server": lambda request: torch.tensor([50.0, 70.0])[: len(request.responses)],
     "length_reward": 0.5,
@@ -90,7 +90,7 @@ def test_parts_and_their_sum(case):
     parts = reward.combine(raw, ALONE)
     assert {name: x.tolist() for name, x in parts.items()} == {n: pytest.approx(x) for n, x in wanted.items()}
     assert list(parts) == list(wanted) == reward.names
-    assert set(reward.running) == ({"model", "server"} if reward.normalize else set())
+    assert set(reward.running) == ({"model", "server"} if reward.normalize_reward else set())
 
 
 def test_a_score_is_at_its_limit_where_the_clip_holds_it():
@@ -134,14 +134,13 @@ def test_running_stats_by_hand_and_however_the_numbers_are_split():
     for cuts in ([8], [1] * 8, [5, 3]):
         close(sum(map(RunningStats.of, SCORES.split(cuts)), RunningStats()), whole)
     close(RunningStats.of(SCORES + 1e4), RunningStats(8, 10001.375, whole.squares))
-    assert RunningStats() + RunningStats() == RunningStats()
 
 
 def test_normalised_scores_by_hand():
     """The statistics are of whole responses; answer blocks are scaled with the same; weights come last."""
     block = "a<answer>x</answer>"
     table = {f"p: {block}": 10.0, "p: x": 30.0, "p: b": 20.0, "p: c": 30.0, "p: d": 100.0}
-    reward = Reward({"model": judging(table, 2.0)}, reasoning=True, normalize=True)
+    reward = Reward({"model": judging(table, 2.0)}, reasoning=True, normalize_reward=True)
     first, later = (reward.raw_scores(tiny.request_of(["p"] * len(x), x)) for x in ([block, "b", "c"], ["d"]))
     parts = reward.combine(first, ALONE)
     close(reward.running["model"], RunningStats(3, 20.0, 200.0))
@@ -181,7 +180,7 @@ def test_every_flag_reaches_the_reward(tmp_path):
         assert {name: weight for name, (_, weight) in reward.models.items()} == weights
         for model, _ in reward.models.values():
             assert model.model.get_input_embeddings().weight.dtype == torch.bfloat16
-    wanted |= {"timeout": 9, "normalize": 1, "reasoning": 0, "server": None}
+    wanted |= {"reward_timeout": 9, "normalize_reward": 1, "reasoning": 0, "server": None}
     assert wanted.items() <= vars(reward).items()
 
 
@@ -205,9 +204,9 @@ def test_a_score_that_is_no_number_is_refused():
 def test_what_is_no_reward_model_is_refused(tmp_path):
     tiny.save_policy_dir(tmp_path / "a causal LM", tiny.word_tokenizer(WORDS))
     tiny.save_reward_dir(tmp_path / "two labels", tiny.word_tokenizer(WORDS), num_labels=2)
-    says = {"missing": "no such folder here", "two labels": ": it has 2 labels"}
-    for name, line in (says | {"a causal LM": "cannot be loaded: "}).items():
-        tiny.refused(f"--reward_model .*{line}", load_reward_model, str(tmp_path / name), CPU)
+    says = {"missing": "there is no such directory here", "two labels": ": it has 2 labels"}
+    for name, line in (says | {"a causal LM": "none could be loaded from .*causal LM: "}).items():
+        tiny.refused(f"--reward_model: .*{line}", load_reward_model, str(tmp_path / name), CPU)
 
 
 def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path):

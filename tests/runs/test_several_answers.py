@@ -21,7 +21,7 @@ def test_rows_of_equal_groups():
 
 def test_the_first_batchs_scores_are_compared_as_they_are_before_they_are_normalised():
     """Without a mean and standard deviation the clip would make 5 and 9 equal."""
-    reward = Reward(reasoning=False, normalize=True)
+    reward = Reward(reasoning=False, normalize_reward=True)
     raw = RawScores({"server": torch.tensor([5.0, 9.0, 5.0])})
     assert scores_to_compare(reward, raw).tolist() == [5, 9, 5]
     learned = reward.combine(raw, ALONE)["score"]

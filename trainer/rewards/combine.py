@@ -17,7 +17,7 @@ Where to add a reward of one's own:
 - without changing this program: a Python function (``--reward_fn``, see reward_function.py) or a server
   (``--reward_url``, see reward_server.py);
 - as a new part: write the rule in rules.py, put its scores [B] into ``parts`` in ``Reward.raw_scores``, add
-  its flag to ``flag_parser`` in train_ppo.py, and pass the flag on in ``load_reward`` below. What a
+  its flag to ``flag_parser`` in train_ppo.py, and a field with the flag's name to ``Reward``. What a
   reward needs to know of a response is a field of ``Request`` (reward_function.py).
 
 The judge is an evaluation reward that never trains (--eval_reward_model, --eval_reward_fn). A policy can
@@ -29,9 +29,9 @@ import json
 import math
 import re
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class RunningStats:
     def __add__(self, other: "RunningStats") -> "RunningStats":
         count = self.count + other.count
         gap = other.mean - self.mean
-        share = other.count / max(count, 1)
+        share = other.count / count
         squares = self.squares + other.squares + gap * gap * self.count * share
         return RunningStats(count, self.mean + gap * share, squares)
 
@@ -112,22 +112,22 @@ class RunningStats:
 
 @dataclass(eq=False)
 class Reward:
-    """All reward parts of a run. Call it with a ``Request``; it returns each part and their sum.
+    """All reward parts of a run. Call it with a ``Request``; it returns each part and their sum. Fields that
+    are called as flags are what these say.
 
     A call is ``raw_scores`` followed by ``combine``. Training calls the two separately: ``raw_scores`` may
-    fail in one process, while ``combine`` exchanges statistics between all of them (``--normalize_reward``).
-    """
+    fail in one process, while ``combine`` exchanges statistics between all of them."""
 
     models: RewardModels = field(default_factory=dict)
     function: RewardFunction | None = None  # the user's
     server: RewardServer | None = None
     reasoning: bool = False
-    normalize: bool = False
+    normalize_reward: bool = False
     # None until ``PpoRun.begin`` has chosen it (options/missing_eos.py): no response pays it
     missing_eos_penalty: float | None = 0.0
     repetition_penalty: float = 0.0
     length_reward: float = 0.0
-    timeout: float = 0.0  # seconds that the function may take, 0 for no limit
+    reward_timeout: float = 0.0  # seconds that the function may take, 0 for no limit
     max_gen_len: int = 0
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
@@ -161,7 +161,7 @@ class Reward:
         if self.models:
             parts |= self._ask_models(request, said, raw)
         if self.function:
-            scores, raw.steps = call_reward_function(self.function, request, self.timeout)
+            scores, raw.steps = call_reward_function(self.function, request, self.reward_timeout)
             parts["function"] = finite("--reward_fn", scores, texts)
         if self.server:
             parts["server"] = finite("--reward_url", self.server(request), texts)
@@ -206,20 +206,20 @@ class Reward:
         """
         if not raw.parts:
             return {}
-        names = [*self.models, "server"] if self.normalize else []
-        to_normalise = {name: raw.parts[name] for name in names if name in raw.parts}
+        normalised = [
+            name for name in (*self.models, "server") if self.normalize_reward and name in raw.parts
+        ]
         if world:
-            for name, x in to_normalise.items():
-                self.running[name] = sum(
-                    world.gather(RunningStats.of(x)), self.running.get(name, RunningStats())
-                )
-        parts = raw.parts | {name: self._clipped(name, x) for name, x in to_normalise.items()}
+            for name in normalised:
+                new = world.gather(RunningStats.of(raw.parts[name]))
+                self.running[name] = sum(new, self.running.get(name, RunningStats()))
+        parts = raw.parts | {name: self._clipped(name, raw.parts[name]) for name in normalised}
         for name, (_, weight) in self.models.items():
             whole = self._clipped(name, raw.parts[name])
             block = self._clipped(name, raw.blocks[name])
             parts[name] = weight * torch.where(block.isnan(), whole, 0.4 * whole + 0.6 * block)
         scores = parts | {"score": total(parts)}
-        if to_normalise:
+        if normalised:
             scores["score_raw"] = total(self._weighted(raw.parts))
         return scores
 
@@ -291,7 +291,7 @@ def finite(flag: str, scores: Tensor | list[float], texts: list[str]) -> Tensor:
         if not math.isfinite(score):
             raise InputError(
                 f"{flag}: the score {score} for the response {json.dumps(text, ensure_ascii=False)[:80]}; "
-                "scores must be finite"
+                "scores must be finite (of a reward model, --dtype float32 may help)"
             )
     return scores
 
@@ -300,26 +300,18 @@ def load_reward(
     args: Namespace,
     device: torch.device,
     dtype: torch.dtype,
-    of_run: Collection[str],
+    of_run: list[str],
     *datasets: RecordDataset | None,
 ) -> Reward:
     """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for; of_run: what
     else (``names_of_run``)."""
+    names = [field.name for field in fields(Reward)]
     return Reward(
         # Before the models, which take long.
         function=load_reward_function(args.reward_fn, of_run, *datasets),
         models=load_reward_models(args.reward_model, args, device, dtype),
         server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,
-        reasoning=args.reasoning,
-        normalize=args.normalize_reward,
-        missing_eos_penalty=args.missing_eos_penalty,
-        repetition_penalty=args.repetition_penalty,
-        length_reward=args.length_reward,
-        timeout=args.reward_timeout,
-        max_gen_len=args.max_gen_len,
-        overlong_buffer=args.overlong_buffer,
-        overlong_penalty=args.overlong_penalty,
-        thinking_reward=args.thinking_reward,
+        **{name: getattr(args, name) for name in names if name in args},
     )
 
 
@@ -328,7 +320,7 @@ def load_judge(
     args: Namespace,
     device: torch.device,
     dtype: torch.dtype,
-    of_run: Collection[str],
+    of_run: list[str],
     held_out: RecordDataset | None,
 ) -> Judge:
     """Flags -> the ``Judge`` of the run. held_out: the records that its function may ask for; of_run: as of
@@ -336,7 +328,7 @@ def load_judge(
     return Judge(
         function=load_reward_function(args.eval_reward_fn, of_run, held_out),
         models=load_reward_models(args.eval_reward_model, args, device, dtype),
-        timeout=args.reward_timeout,
+        reward_timeout=args.reward_timeout,
         whole=bool(args.reasoning),
     )
 

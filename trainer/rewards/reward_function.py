@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import Parameter
@@ -48,7 +48,7 @@ class Request:
 
 
 def load_reward_function(
-    spec: str, of_run: Collection[str], *datasets: RecordDataset | None
+    spec: str, of_run: list[str], *datasets: RecordDataset | None
 ) -> RewardFunction | None:
     """``path.py:function`` -> the function, None for "". Raises InputError if it does not exist, if importing
     it fails, if it cannot be called with prompts, responses and answers, or if it asks for what the records
@@ -56,7 +56,7 @@ def load_reward_function(
     if not spec:
         return None
     path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not Path(path).is_file():
+    if not Path(path).is_file():
         raise InputError(
             f"--reward_fn {spec}: no such file, or no function named; write it as path.py:function"
         )

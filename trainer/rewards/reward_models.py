@@ -12,6 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -30,18 +31,21 @@ from errors import InputError
 from model.loading import (
     as_input_error,
     check_tokenizer,
+    described,
     is_from_outside,
     load_config,
     load_pretrained,
     load_tokenizer,
+    most_positions,
     quiet,
 )
 from model.weights import keep_in_half, make_score_heads
 from trainer.compute.batching import Layout, pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
-from trainer.compute.precision import autocast, check_finite
+from trainer.compute.precision import autocast
 from trainer.compute.rollout_data import length_mask
 from trainer.compute.scoring import pack_sequences, packed_states
+from trainer.compute.sharding import InStep
 
 Conversations = list[Answered]  # pairs of a prompt, messages or text, and a response
 
@@ -51,19 +55,18 @@ CHECKED: Conversations = [(prompt, "d e f g " * count) for prompt in ("a b c", T
 TOLERANCE = 2e-2  # by which they may differ, also in 16 bits
 
 
+@dataclass(eq=False)
 class RewardModel(ABC):
-    """A frozen model that scores conversations, with its tokenizer. dtype: of mixed precision, which code
-    from outside does not have."""
+    """A frozen model that scores conversations, with its tokenizer. dtype: of mixed precision."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype):
-        self.model = model
-        self.tokenizer = tokenizer
-        self.dtype = torch.float32 if is_from_outside(model) else dtype
-        self.root: nn.Module = model  # what is sharded, with --shard 1
-        self.prepare()
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    in_step: InStep | None = None  # where the model is sharded
+    root: nn.Module = field(init=False)  # what is sharded, of a classifier
 
     @abstractmethod
-    def prepare(self) -> None:
+    def __post_init__(self) -> None:
         """Check the model, and choose how it computes. Raises InputError."""
 
     @abstractmethod
@@ -79,7 +82,7 @@ class ClassifierRewardModel(RewardModel):
     ``dtype``, its score head in fp32. Raises InputError if it has more than one label, or its tokenizer does
     not fit."""
 
-    def prepare(self) -> None:
+    def __post_init__(self) -> None:
         model = self.model
         config = model.config
         # Several labels, or ids without an embedding, mean that this is the wrong model.
@@ -91,9 +94,8 @@ class ClassifierRewardModel(RewardModel):
         backbone = model.base_model
         self.causal = isinstance(getattr(model, "score", None), nn.Linear) and backbone is not model
         self.packs = self.causal and pack_sequences(backbone)
-        if self.packs:
-            self.root = backbone
-        self.max_length = getattr(config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
+        self.root = backbone if self.packs else model
+        self.max_length = most_positions(config)
         for name, module in model.named_modules():  # RoBERTa's positions begin behind that of its pad token
             first = getattr(module, "padding_idx", None)
             if name.endswith("position_embeddings") and first is not None:
@@ -106,9 +108,7 @@ class ClassifierRewardModel(RewardModel):
         """N pairs -> scores [N], fp32 on the CPU. A conversation that is longer than the model's limit loses
         its beginning, but not what the tokenizer puts before any text: the score is read at the end, or at
         that token (BERT). A sharded model needs all processes."""
-        in_step = getattr(self.root, "in_step", None)
-        together = in_step.world.all_or_none if in_step else nullcontext
-        with together():
+        with self.in_step.world.all_or_none() if self.in_step else nullcontext():
             ids = conversation_ids(self.tokenizer, conversations)
             kept = len(around(self.tokenizer)[0])
             ids = [x[:kept] + x[kept:][kept - self.max_length :] for x in ids]
@@ -123,11 +123,8 @@ class ClassifierRewardModel(RewardModel):
             token_budget=tokens_per_pass(self.model.device) if self.packs or self.pad_id is not None else 1,
             work=score_some,
             name="reward model",
-            in_step=in_step,
+            in_step=self.in_step,
         )
-        if self.dtype == torch.float16:  # in other types combine.py names the response that has no score
-            with together():
-                check_finite(scores, self.dtype, "the --reward_model")
         return scores - self.offset
 
     def _score(self, ids):
@@ -168,7 +165,7 @@ class RemoteRewardModel(RewardModel):
     ``get_scores(tokenizer, conversations)`` and both agree on some conversations, ``batched`` is True:
     conversations are scored in batches."""
 
-    def prepare(self) -> None:
+    def __post_init__(self) -> None:
         if not hasattr(self.model, "get_score"):
             raise InputError(
                 "it is no sequence classifier, and its code has no get_score(tokenizer, messages)"
@@ -223,8 +220,7 @@ def load_reward_model(
     dtype: of mixed precision. weights: in which linear layers and embeddings are kept, "auto" for that of the
     checkpoint. Raises InputError if it cannot be loaded or is not a reward model.
     """
-    where = "cannot be loaded" if Path(path).exists() else "no such folder here, and not loaded from the hub"
-    with quiet(), as_input_error(f"--reward_model {path}: {where}"):
+    with quiet(), as_input_error(f"--reward_model: none could be loaded from {described(path)}"):
         config = load_config(path, trust_remote_code)
         outside = is_from_outside(config)
         classifies = "ForSequenceClassification" in str(config.architectures)
@@ -238,12 +234,13 @@ def load_reward_model(
         # No cache of keys and values: it would only take memory, and the one of transformers 4 is gone.
         config.use_cache = False
         model = load_pretrained(auto_class, path, trust_remote_code, config, weights)
+        make_score_heads(model)
         if not outside:
             keep_in_half(model)
-        nn.Module.to(model, device).eval().requires_grad_(False)
-        make_score_heads(model)
+        nn.Module.to(model, device).requires_grad_(False)
         kind = ClassifierRewardModel if classifies else RemoteRewardModel
-        return kind(model, tokenizer, dtype)
+        # Code from outside knows no mixed precision.
+        return kind(model, tokenizer, torch.float32 if is_from_outside(model) else dtype)
 
 
 def parse_spec(text: str) -> tuple[str, float]:
@@ -269,12 +266,11 @@ def load_reward_models(
     flags, for --trust_remote_code and --reward_dtype; dtype: of mixed precision.
     """
     loaded: RewardModels = {}
-    weights = "auto" if args.reward_dtype == "auto" else getattr(torch, args.reward_dtype)
     for spec in specs:
         path, weight = parse_spec(spec)
         name = "model" if len(specs) == 1 else f"model_{Path(path).name}"
         while name in loaded:
             name += "_"
-        model = load_reward_model(path, device, args.trust_remote_code, dtype, weights)
+        model = load_reward_model(path, device, args.trust_remote_code, dtype, args.reward_dtype)
         loaded[name] = model, weight
     return loaded

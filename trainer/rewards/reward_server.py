@@ -14,7 +14,6 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any
 from urllib.error import HTTPError
 
 from tqdm import tqdm
@@ -52,13 +51,14 @@ class RewardServer:
                 "messages": [prompt.prompt for prompt in prompts],
             }
             reply = self._post_until_it_works(json.dumps(asked).encode())
-            scores: Any = reply.get("rewards") if isinstance(reply, dict) else None
-            if not isinstance(scores, list) or [type(score) for score in scores] != [float] * len(responses):
-                raise InputError(
-                    f"--reward_url {self.url}: the answer {json.dumps(reply)[:100]} is not "
-                    f'{{"rewards": [a number for each of {len(responses)} responses]}}'
-                )
-            found += scores
+            match reply:
+                case {"rewards": [*scores]} if [*map(type, scores)] == [float] * len(responses):
+                    found += scores
+                case _:
+                    raise InputError(
+                        f"--reward_url {self.url}: the answer {json.dumps(reply)[:100]} is not "
+                        f'{{"rewards": [a number for each of {len(responses)} responses]}}'
+                    )
         return found
 
     def _post_until_it_works(self, data):

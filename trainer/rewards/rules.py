@@ -33,7 +33,7 @@ def mark_reward(response: str) -> float:
 def after_thinking(response: str) -> str:
     """What a model that thinks says: the text behind the last ``</think>``, without the spaces around it. The
     whole response where there is no such tag."""
-    _, tag, said = response.rpartition(TAGS[1])
+    _, tag, said = response.rpartition("</think>")
     return said.strip() if tag else response
 
 
@@ -41,12 +41,12 @@ def thinking_reward(prompt: str, response: str, size: float) -> float:
     """``size`` times MiniMind's points for a response with ``</think>``: 1 for a thought of 20 to 300
     characters, else -0.5; and 0.25 if there is one such tag, else -0.25. 0 for a response without it, and
     where the prompt, as the policy reads it, ends with a thought that the chat template has closed."""
-    thought, tag, _ = response.partition(TAGS[1])
-    if not tag or prompt.rstrip().endswith(TAGS[1]):
+    thought, tag, _ = response.partition("</think>")
+    if not tag or prompt.rstrip().endswith("</think>"):
         return 0.0
-    thought = thought.strip().removeprefix(TAGS[0]).strip()  # the tag is in the prompt or here
+    thought = thought.strip().removeprefix("<think>").strip()  # the tag is in the prompt or here
     of_length = 1.0 if len(thought) in THOUGHTS else -0.5
-    return size * (of_length + (0.25 if response.count(TAGS[1]) == 1 else -0.25))
+    return size * (of_length + (0.25 if response.count("</think>") == 1 else -0.25))
 
 
 def answer_text(response: str) -> str | None:
