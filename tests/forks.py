@@ -91,11 +91,22 @@ def become(request, descriptors, unwanted):
 if __name__ == "__main__":
     import runpy
 
+    code = None  # with which the script ends, where it ends as it should
+
+    @atexit.register  # registered first, it is called last
+    def leave():
+        """Python would now take apart all these modules, which takes longer than most runs of tests."""
+        if code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
     import pictures
 
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[0] = os.path.dirname(folder)
     from trainer import train_ppo  # noqa: F401  (with all that it imports)
+    from trainer.runs import plots  # noqa: F401  (matplotlib, which a run imports when it first draws)
 
     gc.collect()
     gc.freeze()  # a run looks for garbage several times, and not through all these modules
@@ -103,4 +114,9 @@ if __name__ == "__main__":
     if pictures.WITHOUT in os.environ:
         pictures.leave_out()
     sys.path[0] = os.path.dirname(sys.argv[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
