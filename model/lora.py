@@ -105,12 +105,13 @@ def learned(module: nn.Module) -> dict[str, nn.Parameter]:
     """{name: parameter} of what training changes: all, or with adapters these and what trains beside them
     (the critic's head). A parameter with several names is there under the first of them."""
     adapters = adapted_layers(module)
-    return {
-        name: p
-        for name, p in module.named_parameters()
+    names = {
+        p: name
+        for name, p in sorted(module.named_parameters(remove_duplicate=False), reverse=True)
         # The old actor's adapter has no gradient, but changes.
         if not adapters or p.requires_grad or ".lora_" in name
     }
+    return {name: p for p, name in names.items()}
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:

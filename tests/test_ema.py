@@ -78,7 +78,8 @@ def test_a_run_evaluates_and_saves_the_average(files, tmp_path):
     assert path.with_suffix("").is_dir()
     kept = load_weights(folder, 4, "ema")
     assert kept.pop("batches") == 3
-    assert all((x - wanted[name]).abs().max() < 1e-6 for name, x in kept.items())
+    tied = wanted["lm_head.weight"]  # a checkpoint of the actor has it under this name only
+    assert all((x - wanted.get(name, tied)).abs().max() < 1e-6 for name, x in kept.items())
 
     train(**{**more, **RUN, "run_name": "plain"})
     same_weights(folder, tmp_path / "plain", 4, most=0)
