@@ -60,9 +60,10 @@ class Ema:
         return {"batches": torch.tensor(self.batches), **self.weights}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what ``state_dict`` returned."""
-        self.batches = int(state.pop("batches"))
-        self.weights = state
+        """Take over what ``state_dict`` returned. Raises KeyError or RuntimeError for another model's."""
+        self.batches = int(state["batches"])
+        for name, x in self.weights.items():
+            x.copy_(state[name])
 
 
 def _on_host(p: Tensor) -> Tensor:
