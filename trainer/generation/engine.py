@@ -116,7 +116,11 @@ class Sampler:
                 if self.tried == 1:
                     raise out_of_memory_error(width)
                 self.slots = self.tried // 2
-        rollout = engine.rollout()  # its tensors may take part in training
+        n = len(prompt_ids)
+        # Not in inference mode: its tensors may take part in training.
+        rollout = as_rollout(
+            prompt_ids, engine.tokens[:n], engine.logprobs[:n], engine.response_len[:n], engine.finished[:n]
+        )
         check_finite(rollout.sampler_logprobs, self.copy.model.dtype, "the policy")
         return rollout
 
@@ -299,13 +303,6 @@ class Engine:
             self.state[:, target] = self.state[:, source]
         self._clear_slots(len(stay))
         self.longest = int(self.position.max())
-
-    def rollout(self) -> Rollout:
-        """-> ``Rollout``: each response directly behind its prompt in tokens [B, T]; all right-padded."""
-        n = len(self.prompt_ids)
-        return as_rollout(
-            self.prompt_ids, self.tokens[:n], self.logprobs[:n], self.response_len[:n], self.finished[:n]
-        )
 
 
 def _bucket(n, least, most):
