@@ -45,7 +45,7 @@ class Slots:
         self.logprobs = torch.zeros(9, 6, device=DEVICE)
         self.temperature = 0.8
         self._logits = lambda states: states
-        self.stop_table, self.least = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE), 2
+        self.stop_table = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
         self.stop_table[0, 2], self.stop_table[1, 3] = 1, 2  # token 3 ends a response, behind token 2
 
 

@@ -42,7 +42,7 @@ GRAPH_ROWS = 32  # rows of a captured step: a power of 2 up to here, above it a 
 # differently, and in bf16 oneDNN compiles code for each new shape
 ROW_MULTIPLE = 8
 
-Ends = tuple[tuple[int, ...], int, StopStrings | None]  # EOS ids, the least tokens of a response, its stops
+Ends = tuple[EarlyEnds, StopStrings | None]  # what ends a response: EOS ids, and from where on; its stops
 
 
 class Sampler:
@@ -100,7 +100,7 @@ class Sampler:
 
         def run():
             sizes = tuple(map(max, self.sizes, (len(prompt_ids), width, max_gen_len)))
-            engine = self._engine(sizes, (tuple(eos_ids), min_gen_len, stops))
+            engine = self._engine(sizes, (EarlyEnds(min_gen_len, tuple(eos_ids)), stops))
             engine.start(prompt_ids, keys, max_gen_len, temperature)
             with phase("sampling", len(prompt_ids), "responses") as bar:
                 while engine.waiting or engine.live:
@@ -159,9 +159,8 @@ class Engine:
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # before transformers 5.24
         self.graphs = graphs
         self.device = model.device
-        eos_ids, self.least, stops = ends
-        self.eos = send(torch.tensor(eos_ids), self.device)
-        self.early_ends = EarlyEnds(self.least, eos_ids)
+        self.early_ends, stops = ends
+        self.eos = send(torch.tensor(self.early_ends.ids), self.device)
         self.stop_table = send(stops.table, self.device) if stops else None
         zeros = self.eos.new_zeros  # ids, on the device
         # begun: how much of a stop string the text ends with, a state of ``StopStrings``. done: 0 while the
@@ -279,7 +278,7 @@ class Engine:
             known, ids = self.stop_table.shape
             found = self.stop_table[begun, token.clamp(max=ids - 1)]
             begun.copy_(found % known)
-            done |= ((found >= known) & (count >= self.least) & going_on) * 2
+            done |= ((found >= known) & (count >= self.early_ends.least) & going_on) * 2
 
     def _logits(self, states):
         """[n, H] -> [n, V], on a GPU in fp32: rounded to bf16, logits of 16 to 32 would be 0.125 apart"""
