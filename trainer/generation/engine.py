@@ -210,7 +210,7 @@ class Engine:
         """Compute these prompts, and sample the first token of each row of their groups."""
         tokens, lengths = pad_right(prompts, self.device)
         self.cache.prefill(self.live)
-        positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+        positions = self.cache.numbers[: tokens.shape[1]].expand_as(tokens)
         states = self._hidden_states(tokens, positions, None)
         first = [(i, rows[0]) for i, rows in enumerate(groups)]
         again = [(i, row) for i, rows in enumerate(groups) for row in rows[1:]]
@@ -218,11 +218,11 @@ class Engine:
         new = slice(self.live, self.live + len(row))
         if again:
             self.cache.move(self.live + place, new, tokens.shape[1])
-        lengths = lengths[place]
+        last = lengths[place] - 1
         self.state[:, new] = 0
         self.row[new] = row
-        self.position[new] = lengths - 1
-        self._sample_and_store(new, states[place, lengths - 1])
+        self.position[new] = last
+        self._sample_and_store(new, states[place, last])
         self.live = new.stop
 
     def advance(self) -> None:
