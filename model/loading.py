@@ -52,7 +52,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     """
     if os.path.isdir(path) and not _has_tokenizer(Path(path)):
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
-    with quiet(), as_input_error(f"no tokenizer could be loaded from {described(path)}"):
+    with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
         check_hub(path)
         written = get_tokenizer_config(str(path)).get("tokenizer_class")
         # These names say that tokenizer.json is the complete tokenizer. ``AutoTokenizer`` follows that for
@@ -74,7 +74,7 @@ def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrained
     """
     if str(path).endswith(".pth"):
         return _load_pth(Path(path), trust_remote_code)
-    with quiet(), as_input_error(f"no causal language model could be loaded from {described(path)}"):
+    with quiet(), as_input_error(f"no causal language model could be loaded from {_described(path)}"):
         config = plain_config(load_config(path, trust_remote_code))
         if "ForSequenceClassification" in str(config.architectures):
             raise InputError("it is a classifier or reward model, not a causal language model")
@@ -86,6 +86,8 @@ def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrained
 
 def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
     """As ``load_policy``. Code in the file is never run."""
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a text that cannot be a path
+        raise InputError(f"{path}: no such file")
     with as_input_error(f"{path} is not a readable torch file of tensors alone (save model.state_dict())"):
         state: dict[str, Tensor] = dict(torch.load(path, map_location="cpu", weights_only=True))
     sidecar = path.with_suffix("")
@@ -114,7 +116,7 @@ def tokenizer_source(path: str | Path) -> str:
     there is no such ``.pth``, or none of the two has a tokenizer."""
     if not str(path).endswith(".pth"):
         return str(path)
-    if not os.path.isfile(path):  # unlike Path.is_file, False for a text that cannot be a path
+    if not os.path.isfile(path):  # the first thing to say
         raise InputError(f"{path}: no such file")
     sidecar = Path(path).with_suffix("")
     for folder in (sidecar, MINIMIND_FOLDER):
@@ -209,8 +211,7 @@ def check_hub(name: str | Path) -> None:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
 
 
-def described(path: str | Path) -> str:
-    """From where a model is loaded, for error messages."""
+def _described(path: str | Path) -> str:
     return str(path) if os.path.isdir(path) else f"the hub as {path} (there is no such directory here)"
 
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from test_invariants import ALONE, filled_rollout, make_run, same, weights
-from tiny import flags, read_jsonl, refused, same_run, save_reward_dir, tiny_llama, word_tokenizer
+from tiny import flags, read_jsonl, refused, request_of, same_run, save_reward_dir, tiny_llama, word_tokenizer
 
 from errors import InputError
 from trainer import train_ppo
@@ -16,6 +16,7 @@ from trainer.compute.precision import LossScale
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.inputs import check_sampling
+from trainer.rewards.combine import Reward
 from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import step_if_finite
@@ -203,4 +204,5 @@ def test_a_reward_model_that_overflows_is_one_line(tmp_path):
     assert model([("a b", "c")]).isfinite().all()
     model.model.model.norm.weight.data.fill_(6e4)
     model.model.score.weight.data.fill_(6e4)
-    refused(r"in float16 the --reward_model gives .* use --dtype float32", model, [("a b", "c")])
+    reward = Reward(models={"model": (model, 1.0)})
+    refused("--reward_model: the score .* --dtype float32 may help", reward, request_of(["a b"], ["c"]))

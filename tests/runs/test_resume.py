@@ -267,7 +267,7 @@ def test_weights_that_are_not_finite_never_replace_good_ones(files, tmp_path, va
     """After step 4 a weight is not finite, as after a broken optimizer or memory."""
     calls = []
 
-    def spoil(world, actor, critic):
+    def spoil(world, critic, **others):
         calls.append(1)
         if len(calls) == 4:
             with torch.no_grad():

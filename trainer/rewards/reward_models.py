@@ -31,7 +31,6 @@ from errors import InputError
 from model.loading import (
     as_input_error,
     check_tokenizer,
-    described,
     is_from_outside,
     load_config,
     load_pretrained,
@@ -220,7 +219,8 @@ def load_reward_model(
     dtype: of mixed precision. weights: in which linear layers and embeddings are kept, "auto" for that of the
     checkpoint. Raises InputError if it cannot be loaded or is not a reward model.
     """
-    with quiet(), as_input_error(f"--reward_model: none could be loaded from {described(path)}"):
+    where = "cannot be loaded" if Path(path).exists() else "no such folder here, and not loaded from the hub"
+    with quiet(), as_input_error(f"--reward_model {path}: {where}"):
         config = load_config(path, trust_remote_code)
         outside = is_from_outside(config)
         classifies = "ForSequenceClassification" in str(config.architectures)
