@@ -64,7 +64,6 @@ class CriticModel(nn.Module):
         """Final hidden states [..., hidden] -> values [...] in fp32, autocast or not."""
         return self.scale * self.value_head(hidden).squeeze(-1)
 
-    @torch.no_grad()
     def rescale(self, scale: float) -> None:
         """Multiply the head's output by ``scale`` from now on, and divide the head by as much: all values
         stay."""

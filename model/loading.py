@@ -58,8 +58,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         # These names say that tokenizer.json is the complete tokenizer. ``AutoTokenizer`` follows that for
         # some architectures only: beside a Qwen2 it would read any tokenizer as Qwen2's own, split texts as
         # Qwen2 does and add Qwen2's tokens.
-        complete = ("PreTrainedTokenizerFast", "TokenizersBackend")
-        kind = PreTrainedTokenizerFast if written in complete else AutoTokenizer
+        complete = written in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        kind = PreTrainedTokenizerFast if complete else AutoTokenizer
         tokenizer = kind.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -141,7 +141,7 @@ def load_config(path: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
     """
     check_hub(path)
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    for name, value in list(vars(config).items()):
+    for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     if is_from_outside(config):

@@ -29,8 +29,7 @@ def frozen_copy(model: Model, lend: bool = False) -> Model:
     others have the same memory too, until both models are sharded; neither may train before."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     if lend:
-        matrices = (p for p in model.parameters() if p.requires_grad and p.dim() >= 2)
-        shared |= {id(p): nn.Parameter(p.data, False) for p in matrices}
+        shared |= {id(p): nn.Parameter(p.data, False) for p in trained(model) if p.dim() >= 2}
     return copy.deepcopy(model, shared).requires_grad_(False)
 
 

@@ -122,14 +122,18 @@ def close(one, other):
     assert (one.mean, one.squares) == pytest.approx((other.mean, other.squares), rel=1e-12)
 
 
+def scaled(stats, scores):
+    return Reward(running={"model": stats})._clipped("model", scores)
+
+
 def test_running_stats_by_hand_and_however_the_numbers_are_split():
     both = RunningStats.of(torch.tensor([1.0, 2.0, 6.0])) + RunningStats.of(torch.tensor([7.0]))
     assert (both.count, both.mean, both.squares) == (4, 4.0, 26.0)  # 9 + 4 + 4 + 9
     assert both.std == pytest.approx(math.sqrt(6.5))
-    assert both.scale(torch.tensor([4.0, 10.5])).tolist() == pytest.approx([0.0, 6.5 / math.sqrt(6.5)])
+    assert scaled(both, torch.tensor([4.0, 10.5])).tolist() == pytest.approx([0.0, 6.5 / math.sqrt(6.5)])
     for scores in (torch.full((5,), 0.1), torch.tensor([7.0])):  # without spread
         seen = RunningStats.of(scores) + RunningStats.of(scores)
-        assert seen.scale(scores).tolist() == [0.0] * len(scores)
+        assert scaled(seen, scores).tolist() == [0.0] * len(scores)
     whole = RunningStats.of(SCORES)
     for cuts in ([8], [1] * 8, [5, 3]):
         close(sum(map(RunningStats.of, SCORES.split(cuts)), RunningStats()), whole)

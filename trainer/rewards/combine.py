@@ -105,10 +105,6 @@ class RunningStats:
         """The population's standard deviation."""
         return math.sqrt(self.squares / self.count)
 
-    def scale(self, x: Tensor) -> Tensor:
-        """(x - mean) / std for a tensor x -> fp32 of the same shape."""
-        return ((x.double() - self.mean) / max(self.std, SMALLEST_STD)).float()
-
 
 @dataclass(eq=False)
 class Reward:
@@ -225,8 +221,8 @@ class Reward:
 
     def _clipped(self, name: str, scores: Tensor) -> Tensor:
         """Scores clipped to ±3, normalised before if their part is."""
-        if name in self.running:
-            scores = self.running[name].scale(scores)
+        if stats := self.running.get(name):
+            scores = ((scores.double() - stats.mean) / max(stats.std, SMALLEST_STD)).float()
         return scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
 
     def _weighted(self, parts: Parts) -> Parts:
@@ -329,7 +325,7 @@ def load_judge(
         function=load_reward_function(args.eval_reward_fn, of_run, held_out),
         models=load_reward_models(args.eval_reward_model, args, device, dtype),
         reward_timeout=args.reward_timeout,
-        whole=bool(args.reasoning),
+        whole=args.reasoning,
     )
 
 
