@@ -1,12 +1,12 @@
 """Metrics of a step: means over tokens or sequences, exact over all micro-batches and processes."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from trainer.compute.batching import send
 from trainer.runs.distributed import World
 
 Number = Tensor | float
@@ -44,15 +44,15 @@ class Metrics:
     def sums(self, names: Sequence[str], world: World) -> list[float]:
         """The sums of these metrics over all processes so far. Raises KeyError if nothing was added to one of
         them."""
-        return over_processes([self._totals[name][0] for name in names], world).tolist()
+        return world.sum(together([self._totals[name][0] for name in names], world.device)).tolist()
 
     def means(self, world: World) -> dict[str, float]:
         """{name: mean over all processes}. All processes must call it and have added the same names in the
         same order. A sum of squares, as "<name>_mean_square" after the metric <name>, becomes "<name>_std",
         the population standard deviation."""
-        flat = over_processes(chain.from_iterable(self._totals.values()), world)
+        flat = together([x for pair in self._totals.values() for x in pair], world.device)
         means: dict[str, float] = {}
-        for name, (total, count) in zip(self._totals, flat.view(-1, 2).tolist(), strict=True):
+        for name, (total, count) in zip(self._totals, world.sum(flat).view(-1, 2).tolist(), strict=True):
             mean = total / max(count, 1.0)
             if name.endswith(SQUARE):
                 name = name.removesuffix(SQUARE)
@@ -65,7 +65,9 @@ class Metrics:
 Loss = tuple[Tensor, Metrics]  # a micro-batch's share of a minibatch's loss, and what was measured with it
 
 
-def over_processes(numbers: Iterable[Number], world: World) -> Tensor:
-    """Numbers and tensors of one element -> their sums over all processes, fp64 [n]."""
-    here = [torch.as_tensor(x, dtype=torch.float64, device=world.device) for x in numbers]
-    return world.sum(torch.stack(here))
+def together(numbers: list[Number], device: torch.device) -> Tensor:
+    """Numbers and tensors of one element -> fp64 [n] on the device. The host waits for no GPU."""
+    plain = torch.tensor([x for x in numbers if not isinstance(x, Tensor)], dtype=torch.float64)
+    sent = iter(send(plain, device))  # in one copy
+    tensors = [x if isinstance(x, Tensor) else next(sent) for x in numbers]
+    return torch.stack([x.to(device, torch.float64, non_blocking=True) for x in tensors])
