@@ -8,13 +8,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests sta
 
 import pictures
 import pytest
-import torch
-
-if torch.cuda.is_available():
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first product of any test
-else:
-    os.environ["TRITON_INTERPRET"] = "1"  # GPU kernels run in Triton's interpreter, on CPU tensors
-torch.set_num_threads(1)
 
 # The slowest files, which run first: a file stays on one worker, and no worker should end with a slow one.
 LONGEST = """
@@ -22,6 +15,19 @@ processes resume fuzz families whole_step stages sharding trackers report faults
 engine loss_options chat judge reward_server thinking missing_eos closed_form summary export stops
 best benchmarks
 """
+
+
+def pytest_configure(config):
+    """Before any test file is imported. The process that only hands out tests to others imports no torch."""
+    if config.getoption("numprocesses") and not hasattr(config, "workerinput"):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first product
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"  # GPU kernels run in Triton's interpreter, on CPU tensors
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
+import pictures
 import pytest
 import tiny
 import torch
@@ -14,7 +15,7 @@ from test_summary import logger_of
 from tiny import flags, health_of, read_jsonl, write_jsonl
 
 from trainer import train_ppo
-from trainer.runs import displays, report, run_logger
+from trainer.runs import displays, plots, report, run_logger
 from trainer.runs.distributed import World
 from trainer.runs.health import Rule
 from trainer.runs.plots import draw_png, draw_svgs
@@ -61,6 +62,13 @@ def run_folder(files, tmp_path_factory):
 def copied(run_folder, tmp_path):
     left_out = shutil.ignore_patterns("checkpoints", "*.pth", "best")
     return shutil.copytree(run_folder, tmp_path / "copy", ignore=left_out)
+
+
+@pytest.fixture
+def undrawn(copied, monkeypatch):
+    """The same, for reports without plots."""
+    pictures.leave_out(monkeypatch.setattr)
+    return copied
 
 
 def written(folder, times=1, findings=(), long_text=""):
@@ -157,29 +165,29 @@ def test_the_page_has_all_sections_plots_and_texts_and_no_script(run_folder):
     assert "<text" in drawn
 
 
-def test_of_each_kind_the_most_outstanding_are_shown_once(copied):
+def test_of_each_kind_the_most_outstanding_are_shown_once(undrawn):
     rows = []
     for n in range(20):
         row = {"prompt": "p", "finished": True, "step": n, "response": f"r{n % 7}", "length": n}
         rows += [{**row, "parts": {"score": -n}, "kind": kind} for kind in ("best", "worst", "longest")]
-    write_jsonl(copied / "samples.jsonl", rows)
-    section = written(copied).read_text().split('id="samples"')[1].split('id="curves"')[0]
+    write_jsonl(undrawn / "samples.jsonl", rows)
+    section = written(undrawn).read_text().split('id="samples"')[1].split('id="curves"')[0]
     shown = [re.findall(r"step (\d+): score", part) for part in section.split("<h3>")[1:]]
     assert shown == [["0", "1", "2", "3", "4"], *2 * [["19", "18", "17", "16", "15"]]]
 
 
-def test_an_answer_that_did_not_change_is_shown_once_with_the_steps_that_gave_it(copied):
+def test_an_answer_that_did_not_change_is_shown_once_with_the_steps_that_gave_it(undrawn):
     said = {"parts": {"score": 1.0}, "length": 1, "finished": True}
     row = {**said, "place": 0, "prompt": "p", "answer": None, "greedy": {**said, "response": "g"}}
     rows = [{**row, "step": n, "response": text} for n, text in enumerate("aabba")]
-    write_jsonl(copied / "eval_samples.jsonl", rows)
-    section = written(copied).read_text().split('id="answers"')[1].split('id="samples"')[0]
+    write_jsonl(undrawn / "eval_samples.jsonl", rows)
+    section = written(undrawn).read_text().split('id="answers"')[1].split('id="samples"')[0]
     heads = re.findall(r'class="head">(.*?):', section)
     always, first, second = (f"steps {steps}, unchanged" for steps in ("0 to 4", "0 to 1", "2 to 3"))
     assert heads == [always, first, second, "step 4"]
 
 
-def test_findings_come_first_with_all_they_say_and_are_marked_at_their_steps(copied):
+def test_findings_come_first_with_all_they_say_and_are_marked_at_their_steps(copied, monkeypatch):
     path = written(copied, findings=[finding("wrong", 2), finding("look", 4), finding("look", 4)])
     page, text = Page(path), path.read_text()
     for words in ("1. Wrong", "3. Look at this", "since step 2", "<b>policy</b> is far", "a small --kl_coef"):
@@ -188,6 +196,7 @@ def test_findings_come_first_with_all_they_say_and_are_marked_at_their_steps(cop
     figure = re.search(r"<svg.*?</svg>", text, re.DOTALL)[0]
     assert [figure.count(f"stroke: var(--{level})") for level in ("ca", "cb")] == [1, 2]
     assert "No finding" not in page.text
+    pictures.leave_out(monkeypatch.setattr)
     assert "No finding" in Page(written(copied)).text
 
 
@@ -209,6 +218,7 @@ def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, m
         states.append((run.progress.step, state, run.saved_step))
         return write_report(run, folder, health, state)
 
+    monkeypatch.setattr(plots, "draw_svgs", lambda *given: {})
     monkeypatch.setattr(run_logger, "write_report", noted)
     monkeypatch.setattr(run_logger, "SHARE", 0)
     monkeypatch.setenv("FAULT", "os.kill(os.getpid(), 15)")
@@ -245,10 +255,10 @@ def test_writing_it_takes_at_most_a_hundredth_of_the_time(tmp_path, monkeypatch)
     assert written == [100.0, 403.0]  # the first one is assumed to take a second
 
 
-def test_a_report_that_cannot_be_written_ends_the_run_in_one_line(copied):
-    (copied / "report.html").unlink()
-    (copied / "report.html").mkdir()
-    tiny.refused("copy: cannot be written", written, copied)
+def test_a_report_that_cannot_be_written_ends_the_run_in_one_line(undrawn):
+    (undrawn / "report.html").unlink()
+    (undrawn / "report.html").mkdir()
+    tiny.refused("copy: cannot be written", written, undrawn)
 
 
 def test_a_fault_in_the_page_does_not_end_a_run(files, tmp_path, monkeypatch, capsys):
