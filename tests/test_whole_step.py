@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import WORDS, flags, read_jsonl, run_files, write_jsonl
+from torch.nn.utils.rnn import pad_sequence
 
 from dataset.data_order import epoch_order
 from model.loading import load_policy, load_tokenizer
@@ -179,20 +180,25 @@ class Plain:
     def responses(self, prompts, step, eos):
         """What the old actor answers with this step's noise: the first token whose cumulative probability
         exceeds the uniform number."""
-        args, found, count = self.args, [], self.args.num_generations
-        prompts = [prompt for prompt in prompts for _ in range(count)]
+        args, count = self.args, self.args.num_generations
+        prompts = [prompt.prompt_ids for prompt in prompts for _ in range(count)]
         place = torch.arange(len(prompts))
         noise = uniform(noise_keys(args.seed, step, place // count, place % count), args.max_gen_len)
-        for prompt, numbers in zip(prompts, noise, strict=True):
-            ids = list(prompt.prompt_ids)
-            for u in numbers:
-                logits = self.old_actor(torch.tensor([ids])).logits[0, -1].double()
-                if len(ids) - len(prompt.prompt_ids) < args.min_gen_len - 1:
-                    logits[eos] = -math.inf
-                ids.append(int((torch.softmax(logits / args.temperature, -1).cumsum(0) <= u).sum()))
-                if ids[-1] in eos:
-                    break
-            found.append(ids[len(prompt.prompt_ids) :])
+        found = [[] for _ in prompts]
+        for t in range(args.max_gen_len):
+            going = [i for i, response in enumerate(found) if not {*response[-1:]} & {*eos}]
+            rows = [torch.tensor([*prompts[i], *found[i]]) for i in going]
+            last = torch.tensor([len(row) - 1 for row in rows])
+            tokens = pad_sequence(rows, batch_first=True)
+            mask = torch.arange(tokens.shape[1]) <= last[:, None]
+            logits = (
+                self.old_actor(tokens, attention_mask=mask.long()).logits[range(len(rows)), last].double()
+            )
+            if t < args.min_gen_len - 1:
+                logits[:, eos] = -math.inf
+            below = torch.softmax(logits / args.temperature, -1).cumsum(-1) <= noise[going, t, None]
+            for i, token in zip(going, below.sum(-1).tolist(), strict=True):
+                found[i].append(token)
         return found
 
     def scored(self, responses, eos, logged=()):
