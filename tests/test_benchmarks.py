@@ -152,8 +152,8 @@ def test_the_parts_for_a_gpu_end_in_time_and_keep_what_they_had(benchmark, monke
     monkeypatch.setattr(gpu, "RESULTS", tmp_path)
     start = [sys.executable, "-c"]
     monkeypatch.setattr(gpu, "command", lambda part: [*start, f"import os, signal, sys, time; {PARTS[part]}"])
-    monkeypatch.setattr(gpu, "PATIENCE", 3)
-    ended = [gpu.run_part(part, 5 if part in ("slow", "deaf") else 60, log) for part in PARTS]
+    monkeypatch.setattr(gpu, "PATIENCE", 1)
+    ended = [gpu.run_part(part, 2 if part in ("slow", "deaf") else 60, log) for part in PARTS]
     assert ended == ["ok", "failed", "ended by signal 9", "out of time", "out of time"]
     assert log.getvalue().splitlines() == [str(tmp_path / "gpu.json"), "interrupted", "deaf"]
     monkeypatch.setenv("ALL_RESULTS", str(tmp_path / "gpu.json"))

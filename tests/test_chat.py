@@ -96,7 +96,10 @@ def asked_of(one):
     return [turn["content"] for turn in one.history][::2]
 
 
-def start(*flags, cwd=ROOT, kind=Forked if LINUX else subprocess.Popen, **more):
+FORKED = Forked if LINUX else subprocess.Popen
+
+
+def start(*flags, cwd=ROOT, kind=FORKED, **more):
     pipe = subprocess.PIPE
     streams = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, "encoding": "utf-8", **more}
     environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb", "PYTHONWARNINGS": "default"}
@@ -104,9 +107,11 @@ def start(*flags, cwd=ROOT, kind=Forked if LINUX else subprocess.Popen, **more):
     return kind(command, cwd=cwd, env=environment, **streams)
 
 
-def test_one_prompt_from_any_folder(out, tmp_path):
+@pytest.mark.parametrize("kind", [FORKED, pytest.param(subprocess.Popen, marks=pytest.mark.slow)])
+def test_one_prompt_from_any_folder(out, tmp_path, kind):
+    """A process of its own shows the warnings of imports too."""
     flags = ["--out_dir", out, "--max_gen_len", 12, "--prompt", "w1 w2", "--device", "cpu"]
-    process = start(*flags, cwd=tmp_path, kind=subprocess.Popen)  # warnings of imports too
+    process = start(*flags, cwd=tmp_path, kind=kind)
     answer, noise = process.communicate(timeout=600)
     assert process.returncode == 0
     expected = trainers_answer(out / "ppo_actor_32.pth", [user("w1 w2")])

@@ -93,15 +93,23 @@ def code_of(folder, question):
     return code.replace("Your question", question)
 
 
-def test_the_code_of_the_model_card_gives_the_answers_of_chat_without_this_repository(exported, capsys):
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_code_of_the_model_card_gives_the_answers_of_chat(exported, monkeypatch, capsys, alone):
+    """alone: in a process that cannot import this repository."""
     prompt = "What is twelve plus five minus nine?"
     chat.main(["--model", str(DEMO), "--prompt", prompt, "--max_gen_len", "128", "--device", "cpu"])
     answer = capsys.readouterr().out
     assert "<answer>" in answer
+    code = code_of(exported, prompt)
+    monkeypatch.chdir(exported.parent)
+    if not alone:
+        exec(code, {})
+        assert capsys.readouterr().out == answer
+        assert set(re.findall(r"^(?:from|import) (\S+)", code, re.M)) <= {"torch", "transformers"}
+        return
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    command = [PYTHON, "-I", "-c", code_of(exported, prompt)]
     more = {"env": environment, "capture_output": True, "text": True, "timeout": 600}
-    done = subprocess.run(command, cwd=exported.parent, **more)
+    done = subprocess.run([PYTHON, "-I", "-c", code], **more)
     assert (done.returncode, done.stdout) == (0, answer), done.stderr
 
 

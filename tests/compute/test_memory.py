@@ -2,7 +2,6 @@
 
 On a CPU "the device" of these is another copy in the same memory."""
 
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import psutil
 import pytest
 import torch
 from test_invariants import make_run, same, weights
-from tiny import ROOT, run_files, tiny_llama
+from tiny import PYTHON, finish, run_files, start_script, tiny_llama
 
 from model.lora import frozen_copy
 from trainer import train_ppo
@@ -98,9 +97,10 @@ print(freed, full - rss())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
-def test_freed_memory_is_kept_for_speed_and_given_back_where_it_is_short():
-    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, cwd=ROOT)
-    at_once, asked = (int(size) / 100 / (1 << 21) for size in done.stdout.split())
+def test_freed_memory_is_kept_for_speed_and_given_back_where_it_is_short(tmp_path):
+    (tmp_path / "freed.py").write_text(FREED)
+    out, _ = finish(start_script([PYTHON, str(tmp_path / "freed.py")], {}))
+    at_once, asked = (int(size) / 100 / (1 << 21) for size in out.split())
     assert at_once < 0.1
     assert asked > 0.9
 
