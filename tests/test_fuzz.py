@@ -1,4 +1,4 @@
-"""Fuzzing: thousands of bad inputs; each is accepted, or refused in one line that names what is wrong.
+"""Fuzzing: over a thousand bad inputs; each is accepted, or refused in one line that names what is wrong.
 
 Hypothesis makes the inputs, the same ones in every run. Inputs that once ended in another way are kept in
 a corpus beside the test of their kind, with what went wrong.
@@ -220,11 +220,12 @@ LINES = [  # and what went wrong
     (0, '{"prompt": "' + "<|im_end|> " * 5_000 + '", "answer": "x"}'),  # fine: 5,000 special tokens
     (1, '{"prompt": "a", "x": [NaN, -Infinity, 1e999], "answer": "b"}'),  # fine: numbers JSON has not
     (0, '{"prompt": "\ufdd0\U000f0001\ufdd0", "answer": "\ufdd0\U000ffffd"}'),  # fine: marks of our own
+    (1, '[{"prompt": "a"}, {"prompt": "a", "chosen": {"content": "b"}, "rejected": []}]'),
 ]
 LINES = [{"number": number, "data": f"{line}\n".encode()} for number, line in LINES]
 
 
-@fuzz(1000, *LINES, data=contents, number=st.integers(0, 2))
+@fuzz(500, *LINES, data=contents, number=st.integers(0, 2))
 def test_data_files(data, number, folder, tokenizers):
     path = folder / "data.jsonl"
     path.write_bytes(data)
@@ -261,7 +262,7 @@ values = numbers.map(str) | st.sampled_from(ODD_VALUES) | st.text(max_size=10)
 chosen_flags = st.lists(st.tuples(st.sampled_from(sorted(FLAGS)), values), min_size=1, max_size=3)
 
 
-@fuzz(600, chosen=chosen_flags, together=st.booleans())
+@fuzz(300, chosen=chosen_flags, together=st.booleans())
 def test_flags(chosen, together):
     argv = [f"--{name}={value}" for name, value in chosen]
     if not together:
@@ -365,7 +366,7 @@ def load_and_look(path):
     eos_ids(word_tokenizer(["a"]), model)
 
 
-@fuzz(550, data=pth_files)
+@fuzz(300, data=pth_files)
 def test_pth(data, folder):
     path = folder / "mutated.pth"
     path.write_bytes(data)
@@ -439,7 +440,7 @@ FOLDERS = [  # and what went wrong
 FOLDERS = [{"change": (file, partial(with_keys, change=change))} for file, change in FOLDERS]
 
 
-@fuzz(300, *FOLDERS, change=of_config | of_config | of_weights)
+@fuzz(150, *FOLDERS, change=of_config | of_config | of_weights)
 def test_model_folders(change, model_folder):
     file, mutate = change
     with changed(model_folder / file, mutated(model_folder / file, mutate)):
@@ -477,7 +478,7 @@ of_json = st.tuples(st.sampled_from(OF_TOKENIZER), mutations | value_changes)
 of_template = st.tuples(st.just("chat_template.jinja"), mutations)
 
 
-@fuzz(300, change=of_json | of_json | of_json | of_template)
+@fuzz(200, change=of_json | of_json | of_json | of_template)
 def test_tokenizers(change, tokenizer_folder):
     file, mutate = change
     with changed(tokenizer_folder / file, mutate((tokenizer_folder / file).read_bytes())):
@@ -560,7 +561,7 @@ def trained(files, tmp_path_factory):
     return out / "r", argv
 
 
-@fuzz(300, mutate=mutations, number=st.integers(0, 5))
+@fuzz(100, mutate=mutations, number=st.integers(0, 5))
 def test_mutated_checkpoints(mutate, number, trained):
     saved_files = sorted((trained[0] / "checkpoints" / "step_2").iterdir())
     path = saved_files[number % len(saved_files)]

@@ -182,7 +182,7 @@ def test_a_second_signal_ends_at_once(files, tmp_path):
     wait_for_steps(tmp_path / "r", 0, process)
     process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=3)  # it waits for the reward function
+        process.wait(timeout=1)  # it waits for the reward function
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 130
     process.communicate()
