@@ -11,8 +11,6 @@ from trainer import train_ppo
 from trainer.about_run import turns_of
 from trainer.runs.health import RULES, TABLE, WINDOW, Health, Past, one_line, spread_of_steps
 
-PICTURES = True  # see pictures.py
-
 DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")  # python trainer/train_ppo.py, seed 42
 # A step as the demo's, a little rounded.
 USUAL = {"kl/k1": 0.03, "kl/sequence": 0.8, "rollout/finished": 1, "rollout/length": 28}

@@ -19,8 +19,6 @@ from trainer.runs.plots import draw_panel
 from trainer.runs.resume import RunFolder
 from trainer.runs.run_logger import RunLogger
 
-PICTURES = True  # see pictures.py
-
 DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")
 NOISY = [0.1 * (-1) ** n for n in range(40)]  # s = 0.1772
 
