@@ -220,7 +220,7 @@ LINES = [  # and what went wrong
     (0, '{"prompt": "' + "<|im_end|> " * 5_000 + '", "answer": "x"}'),  # fine: 5,000 special tokens
     (1, '{"prompt": "a", "x": [NaN, -Infinity, 1e999], "answer": "b"}'),  # fine: numbers JSON has not
     (0, '{"prompt": "\ufdd0\U000f0001\ufdd0", "answer": "\ufdd0\U000ffffd"}'),  # fine: marks of our own
-    (1, '[{"prompt": "a"}, {"prompt": "a", "chosen": {"content": "b"}, "rejected": []}]'),
+    (1, '[{"prompt": "a", "chosen": {"content": "b"}, "rejected": "c"}, []]'),  # an array, a single turn
 ]
 LINES = [{"number": number, "data": f"{line}\n".encode()} for number, line in LINES]
 
