@@ -154,7 +154,7 @@ BAD = {  # what is said: the arguments
     "full.pth: is there": (DEMO, "full.pth"),
     "one has to end in .pth": ("PTH", "new.pth"),
     "the other is a directory": (DEMO, "new"),
-    "No such file": ("missing.pth", "new"),
+    "no such file": ("missing.pth", "new"),
     "no such directory": ("missing", "new.pth"),
     "not a readable torch file": ("text.pth", "new"),
     "cannot be written": ("PTH", "text.pth/new"),

@@ -313,7 +313,7 @@ NO_MINIMIND = "not the state-dict of a MiniMind"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "No such file"),
+        (None, "no such file"),
         (b"", NO_FILE),
         (b"hello world, this is text", NO_FILE),
         ({"weights": torch.zeros(1), "code": ROOT}, NO_FILE),  # unpickling it would run code

@@ -106,7 +106,7 @@ def test_a_judge_is_never_the_critics_start_nor_a_reward(files, judged):
 WRONG = {
     "none.py:f": "--eval_reward_fn none.py:f: no such file",
     "FAILS.py:f": "--eval_reward_fn: ValueError: no at .*FAILS.py:2",
-    "nowhere": "--eval_reward_model: none could be loaded from the hub as nowhere .there is no such",
+    "nowhere": "--eval_reward_model nowhere: no such folder here",
 }
 
 

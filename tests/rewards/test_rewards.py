@@ -208,9 +208,9 @@ def test_a_score_that_is_no_number_is_refused():
 def test_what_is_no_reward_model_is_refused(tmp_path):
     tiny.save_policy_dir(tmp_path / "a causal LM", tiny.word_tokenizer(WORDS))
     tiny.save_reward_dir(tmp_path / "two labels", tiny.word_tokenizer(WORDS), num_labels=2)
-    says = {"missing": "there is no such directory here", "two labels": ": it has 2 labels"}
-    for name, line in (says | {"a causal LM": "none could be loaded from .*causal LM: "}).items():
-        tiny.refused(f"--reward_model: .*{line}", load_reward_model, str(tmp_path / name), CPU)
+    says = {"missing": "no such folder here", "two labels": ": it has 2 labels"}
+    for name, line in (says | {"a causal LM": "cannot be loaded: "}).items():
+        tiny.refused(f"--reward_model .*{line}", load_reward_model, str(tmp_path / name), CPU)
 
 
 def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path):
