@@ -48,7 +48,7 @@ def build_and_train(
         run.restore_best(logger)
         progress = run.progress  # that of the checkpoint, if there is one
         steps = range(progress.step, run.total_steps)
-        order = (  # as in ``local_positions``
+        order = (  # shuffled anew in each epoch; every ``size``-th record of a batch is this process'
             global_batch(len(run.data), args.seed, step, run.batch_records)[world.rank :: world.size]
             for step in steps
         )

@@ -290,11 +290,13 @@ def collect(run: PpoRun, step: int, batches: Iterator[list]) -> Batch:
         return collect_logged(run.world, batches)
     seconds = Seconds()
     with seconds.of("rollout"), run.world.all_or_none():  # all have read their prompts, then all sample
+        # ``Prompt``s (dataset/lm_dataset.py): with the text that the chat template makes, and its token ids
         prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
         noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
     with seconds.of("rollout"), run.world.all_or_none(), sampling_from(run, run.old_actor):
         batch = respond(run, prompts, noise, args.temperature)
     batch.seconds = seconds
+    # ``Reward.raw_scores`` (rewards/combine.py) of prompts, texts and lengths, and of whether they have ended
     with seconds.of("reward"), run.world.all_or_none():
         batch.raw = raw_scores(run, run.reward, batch)
     if args.filter_groups:
@@ -315,7 +317,7 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     args = run.args
     new = batch.rollout
     new.scores = send(batch.scores["score"], new.tokens.device)
-    new.step_rewards = step_rewards(batch, run.tokenizer)
+    new.step_rewards = step_rewards(batch, run.tokenizer)  # None without --reward_fn
     # Tokens of a micro-batch: as many as in an update, for which there is memory.
     per_update = sum(new.layout.lengths) * args.mini_batch_size // (args.batch_size * args.accumulation_steps)
     budget = min(run.progress.token_budget, per_update)
@@ -328,13 +330,14 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
         if args.offline_data_path:
             # Nobody knows who wrote the answers; the reference counts as it: the ratio is actor / reference.
             rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
-        elif run.sampler_has_scored(step):
+        elif run.sampler_has_scored(step):  # on a CPU in fp32, or with one update a batch; seldom not
             rollout.old_logprobs = rollout.sampler_logprobs
         else:
             scorer = run.scorers["old_actor"]
             rollout.old_logprobs, entropy = score_all(rollout, scorer, budget, temperature=args.temperature)
     if run.critic:
         [rollout.values] = score_all(rollout, run.value_scorer, budget)
+    # min(pi_old / pi_sampler, --importance_cap): 1 where the sampler's log-probs are the old ones
     rollout.importance_weights = ppo.importance_weights(
         rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask, args.importance_cap
     )
@@ -382,8 +385,9 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
         advantages = ppo.leave_one_out(rewards, mask, args.num_generations)
     else:
         advantages, group_std = ppo.group_normalized(rewards, mask, args.num_generations)
-    # Of GAE and REINFORCE: less their mean. Of all but groups: divided by their standard deviation, the unit,
-    # or by that of earlier batches where all scores are equal. The KL is divided by it in all.
+    # Of GAE and REINFORCE: less their mean. Of all but groups: divided by the unit, their standard deviation;
+    # at least a tenth of that of earlier batches, all of it where all scores are equal. The KL is divided by
+    # the unit in all.
     whitened = run.advantage_scale.whiten(advantages, rollout, args.advantage, world.sum, group_std)
     rollout.advantages, rollout.advantage_std, rollout.advantage_unit = whitened
 
@@ -417,7 +421,7 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> Loss:
     args = run.args
     metrics = Metrics()
     logprobs, entropy, balance = run.scorers["actor"](mb.tokens, mb.layout, args.temperature)
-    if run.single_update:  # the actor is still the old one, and this is its training forward
+    if run.single_update:  # of the whole batch: the actor is still the old one, and this its forward
         mb.old_logprobs = logprobs.detach()
         mb.importance_weights = ppo.importance_weights(
             mb.old_logprobs, mb.sampler_logprobs, mb.mask, args.importance_cap

@@ -78,7 +78,7 @@ def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout) -> tuple[T
     position = layout.position
     if backbone.config._attn_implementation == ATTENTION:
         place: Any = slice(len(row))
-        more = rows_to_add(len(row), backbone.get_input_embeddings().weight)
+        more = rows_to_add(len(row), backbone.get_input_embeddings().weight)  # 0 but on a CPU in bf16
         output = backbone(
             input_ids=F.pad(tokens[row, position], (0, more))[None],
             position_ids=F.pad(position, (0, more))[None],

@@ -256,7 +256,7 @@ class Engine:
         at an EOS, at a stop string, or at max_gen_len tokens."""
         row, token, position, count, begun, done = self.state[:, slots]  # views
         logits = self._logits(states)
-        if self.early_ends:
+        if self.early_ends:  # with --min_gen_len
             self.early_ends.forbid_(logits, count)
         going_on = done == 0
         position += going_on

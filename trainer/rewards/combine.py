@@ -146,7 +146,7 @@ class Reward:
         said = texts if self.whole or self.reasoning else [rules.after_thinking(text) for text in texts]
         raw = RawScores()
         parts: dict[str, Tensor | list[float]] = {}
-        if self.reasoning:
+        if self.reasoning:  # 0.5 for the whole form; 0.25 for each of the four tags that is there once
             parts["format"] = [rules.format_reward(text) for text in texts]
             parts["marks"] = [rules.mark_reward(text) for text in texts]
         if self.thinking_reward:
