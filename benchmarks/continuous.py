@@ -1,11 +1,13 @@
 """Tokens per second of generation: this program's engine compared with transformers' continuous batching.
 
 Both have the same model, prompts, lengths and number type, a slot for every sequence, and sample from the
-whole softmax. The cases are those of generation.py, at two sizes. They are measured alternately.
+whole softmax. The cases are those of generation.py, at two sizes. The two run alternately, each time in a
+process of its own: what one leaves behind, threads above all, would slow the other down.
 """
 
-import copy
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import torch
@@ -17,32 +19,45 @@ from trainer.compute.scoring import pack_sequences
 from trainer.generation.engine import Sampler
 
 
-def engine_rate(sampler, prompts, new_tokens):
+def in_a_process(work, *given):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *given).result()
+
+
+def model_of(size, mean_length, device):
+    set_precision("auto", torch.device(device))
+    return policy(size, mean_length, vocabulary_of(size), device=device)
+
+
+def ours(size, prompts, new_tokens, mean_length, device):
+    """Tokens per second of the engine: one run after a warm-up."""
+    base = model_of(size, mean_length, device)
+    pack_sequences(base.base_model)
+    sampler = Sampler(base, fast_dtype("auto", base.device), len(prompts))
+    engine(sampler, prompts, min(8, new_tokens))
     start = time.perf_counter()
     tokens = engine(sampler, prompts, new_tokens)
     return tokens / (time.perf_counter() - start)
 
 
+def theirs(size, prompts, new_tokens, mean_length, device):
+    base = model_of(size, mean_length, device)
+    return continuous_rate(base.to(fast_dtype("auto", base.device)), prompts, new_tokens)
+
+
 def measure(name, size, prompts, new_tokens, mean_length, device):
-    print(f"{name}, {size}")
-    set_precision("auto", torch.device(device))
-    base = policy(size, mean_length, vocabulary_of(size), device=device)
-    dtype = fast_dtype("auto", base.device)
-    theirs = copy.deepcopy(base).to(dtype)
-    pack_sequences(base.base_model)
-    sampler = Sampler(base, dtype, len(prompts))
-    engine(sampler, prompts, new_tokens)  # warm-up; ``continuous_rate`` has one of its own
-    ours_rates, their_rates = [], []
+    print(f"{name}, {size}", flush=True)
+    rates = {ours: [], theirs: []}
     for _ in range(REPETITIONS):
-        ours_rates.append(engine_rate(sampler, prompts, new_tokens))
-        their_rates.append(continuous_rate(theirs, prompts, new_tokens))
+        for side, found in rates.items():
+            found.append(in_a_process(side, size, prompts, new_tokens, mean_length, device))
     return {
         "case": name,
         "model": size,
-        "dtype": str(dtype)[6:],
-        "engine tokens/s": spread(ours_rates, 0),
-        "continuous batching tokens/s": spread(their_rates, 0),
-        "ratio": spread([a / b for a, b in zip(ours_rates, their_rates, strict=True)], 2),
+        "dtype": str(fast_dtype("auto", torch.device(device)))[6:],
+        "engine tokens/s": spread(rates[ours], 0),
+        "continuous batching tokens/s": spread(rates[theirs], 0),
+        "ratio": spread([a / b for a, b in zip(*rates.values(), strict=True)], 2),
     }
 
 
@@ -51,8 +66,8 @@ def cases(device):
     varying = make_prompts(256, 16, 48), 128, 32
     return [
         partial(measure, name, size, *case, device)
-        for size in ("512x8", "128x4")
         for name, case in {"fixed": fixed, "varying": varying}.items()
+        for size in ("512x8", "128x4")
     ]
 
 
