@@ -204,7 +204,7 @@ def _side(record: Record, which: str, prompt: Asked) -> Answered:
     """One side of a pair -> (prompt, response). prompt: that of the record, empty if it has none."""
     if record.get(which) is None:
         raise InputError(
-            f'no "{which}"; {keys_found(record)}: rename the key, or name it in train_reward.py with '
+            f'no "{which}"; {keys_found(record)}: rename the key, or name it with '
             f'--{which}_key; or give each answer a "score"'
         )
     said = record[which]
@@ -228,8 +228,10 @@ def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
     if not prompt or isinstance(turns, str):
         return turns, answer
     asked = to_messages(prompt)
+    if turns[: len(asked)] == asked:
+        return turns, answer
     speakers = [turn["role"] for turn in turns if turn["role"] != "system"]
-    if speakers[:1] == ["user"] and asked[-1]["role"] != "assistant":  # the whole conversation
+    if speakers[:1] == ["user"] and asked[-1]["role"] != "assistant":  # the same in other words
         system = asked[0]["content"] if asked[0]["role"] == "system" else ""
         return add_system(turns, system), answer
     return asked + turns, answer

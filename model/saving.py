@@ -90,14 +90,14 @@ def _whole_files(target: Path, last: Path) -> Iterator[Path]:
         try:
             folder.mkdir()
             yield folder
-            for name in TOKENIZER_FILES:
-                if not (folder / name).exists():  # of another tokenizer, which would be read too
-                    (target / name).unlink(missing_ok=True)
+            stale = [name for name in TOKENIZER_FILES if not (folder / name).exists()]
             for file in sorted(folder.rglob("*")):
                 if file.is_file() and file.name != last.name:
                     place = target / file.relative_to(folder)
                     place.parent.mkdir(parents=True, exist_ok=True)
                     move(file, place)
+            for name in stale:  # of another tokenizer, which would be read too
+                (target / name).unlink(missing_ok=True)
             move(folder / last.name, last)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import ANY
 
 import pytest
@@ -14,6 +15,8 @@ from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
 from trainer.options.best import Best, best_so_far, usual_metric
+from trainer.run import PpoRun
+from trainer.runs.distributed import World
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 6, "epochs": 9}
 SIZES |= {"device": "cpu", "log_interval": 1000, "critic_warmup_steps": 0, "dtype": "float32"}
@@ -199,3 +202,16 @@ def test_a_damaged_file_of_the_best_is_refused(tmp_path):
     (tmp_path / "best.json").write_text('{"step": 1')
     with pytest.raises(InputError, match=r"best\.json: is damaged; delete it"):
         best_so_far(tmp_path, Best(), None)
+
+
+def test_the_best_of_a_resumed_run_is_that_of_the_main_process():
+    """Another machine may have got only the checkpoint."""
+    best = Best(metric="eval/score", step=3, value=1.0)
+
+    class Second(World):
+        def from_main(self, item):
+            return best
+
+    run = SimpleNamespace(best=Best(), world=Second(1, 1, torch.device("cpu")))
+    PpoRun.restore_best(run, None)
+    assert run.best is best

@@ -68,7 +68,7 @@ def build_and_train(
                     save(run, logger)
                     raise
                 metrics, rows = learn(run, step, batch)
-                world.check_identical(**run.modules)
+                world.check_identical(**{name: learner.model for name, learner in run.learners.items()})
                 done = step + 1
                 progress.step = done  # from here on: log, save and the best count it
                 last = done == run.total_steps

@@ -314,7 +314,9 @@ class PpoRun(Run):
     def restore_best(self, logger: Any) -> None:
         """The best of a resumed run is that of its folder."""
         with self.world.all_or_none():
-            self.best = best_so_far(self.folder, self.best, logger)
+            if self.world.is_main:  # another machine's folder may have only the checkpoint
+                self.best = best_so_far(self.folder, self.best, logger)
+        self.best = self.world.from_main(self.best)
 
     def best_note(self) -> str:
         return self.best.describe(WEIGHTS)

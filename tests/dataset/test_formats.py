@@ -153,6 +153,12 @@ PAIRS = {  # name: (record, prompt, chosen, rejected)
     "explicit": ({"prompt": "hi", "chosen": "5", "rejected": "6"}, "hi", "5", "6"),
     "explicit, turns": ({"prompt": [U], "chosen": [A], "rejected": [assistant("6")]}, [U], "5", "6"),
     "implicit, turns": ({"chosen": [U, A], "rejected": [U, assistant("6")]}, [U], "5", "6"),
+    "a repeated prompt that an answer begins": (
+        {"prompt": [A, U], "chosen": [A, U, A], "rejected": [A, U, assistant("6")]},
+        [A, U],
+        "5",
+        "6",
+    ),
     "a prompt repeated": ({"prompt": "hi", "chosen": [U, A], "rejected": [U, assistant("6")]}, [U], "5", "6"),
     "a question": ({"question": "hi", "chosen": "5", "rejected": "6"}, "hi", "5", "6"),
     "turns": ({"messages": [U, A], "chosen": [U, A], "rejected": [U, assistant("6")]}, [U], "5", "6"),

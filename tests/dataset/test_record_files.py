@@ -160,7 +160,6 @@ def test_what_is_too_long_is_passed_over(tmp_path, small_limits):
     assert {p.index for p in lengths(tmp_path, lambda i: i < 39)} == {39}
     refused("--max_seq_len", lengths, tmp_path, lambda i: True)
     data = lengths(tmp_path, lambda i: i in (29, 35, 39))
-    data.edge = len(data) - 10  # never replaced across this edge
     held_out = data.split(30)  # never replaced by one from the other side
     assert [len(part) for part in (data, held_out)] == [30, 10]
     assert [data[i].index for i in (28, 29)] == [28, 0]

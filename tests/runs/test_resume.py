@@ -12,6 +12,7 @@ import sys
 import pytest
 import tiny
 import torch
+from safetensors.torch import save_file
 from same_runs import resumed_is_the_same, same_weights
 from tiny import finish, flags, launch, load_weights, read_jsonl, same_run, wait_for, write_jsonl
 
@@ -260,6 +261,18 @@ def test_a_run_goes_on_without_metrics_that_are_missing(half):
     assert steps_in(run) == [0, 1, 3, 4, 5, 6]
     (run / "metrics.jsonl").unlink()
     train_ppo.main([*argv, "--resume", "auto"])  # the run is complete: no metrics are needed
+
+
+def test_a_checkpoint_of_an_older_version_lacks_moments_that_are_still_0(files, tmp_path):
+    argv = argv_of(files, tmp_path, critic_warmup_steps=3, max_steps=4, keep_checkpoints=9)
+    train_ppo.main(argv)
+    whole = shutil.copytree(tmp_path / "r", tmp_path / "whole")
+    older, newest = (tmp_path / "r" / "checkpoints" / name for name in ("step_2", "step_4"))
+    shutil.rmtree(newest)
+    save_file({}, older / "actor_optimizer.safetensors")
+    (older / checkpoints.SUMS).write_text("\n".join(checkpoints._checksums(older)))
+    train_ppo.main([*argv, "--resume", "auto"])
+    same_run(whole, tmp_path / "r", 4)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -17,7 +17,7 @@ Where to add a reward of one's own:
 - without changing this program: a Python function (``--reward_fn``, see reward_function.py) or a server
   (``--reward_url``, see reward_server.py);
 - as a new part: write the rule in rules.py, put its scores [B] into ``parts`` in ``Reward.raw_scores``, add
-  its flag to ``flag_parser`` in train_ppo.py, and a field with the flag's name to ``Reward``. What a
+  its flag to ``flag_parser`` in train_ppo.py, and pass the flag on in ``load_reward`` below. What a
   reward needs to know of a response is a field of ``Request`` (reward_function.py).
 
 The judge is an evaluation reward that never trains (--eval_reward_model, --eval_reward_fn). A policy can
@@ -31,7 +31,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -108,8 +108,8 @@ class RunningStats:
 
 @dataclass(eq=False)
 class Reward:
-    """All reward parts of a run. Call it with a ``Request``; it returns each part and their sum. Fields that
-    are called as flags are what these say.
+    """All reward parts of a run. Call it with a ``Request``; it returns each part and their sum. Fields have
+    the names of the flags that they come from.
 
     A call is ``raw_scores`` followed by ``combine``. Training calls the two separately: ``raw_scores`` may
     fail in one process, while ``combine`` exchanges statistics between all of them."""
@@ -285,9 +285,10 @@ def finite(flag: str, scores: Tensor | list[float], texts: list[str]) -> Tensor:
     scores = torch.as_tensor(scores, dtype=torch.float32)
     for score, text in zip(scores.tolist(), texts, strict=True):
         if not math.isfinite(score):
+            remedy = "; --dtype float32 may help" if flag == "--reward_model" else ""
             raise InputError(
                 f"{flag}: the score {score} for the response {json.dumps(text, ensure_ascii=False)[:80]}; "
-                "scores must be finite (of a reward model, --dtype float32 may help)"
+                f"scores must be finite{remedy}"
             )
     return scores
 
@@ -301,13 +302,21 @@ def load_reward(
 ) -> Reward:
     """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for; of_run: what
     else (``names_of_run``)."""
-    names = [field.name for field in fields(Reward)]
     return Reward(
         # Before the models, which take long.
         function=load_reward_function(args.reward_fn, of_run, *datasets),
         models=load_reward_models(args.reward_model, args, device, dtype),
         server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,
-        **{name: getattr(args, name) for name in names if name in args},
+        reasoning=args.reasoning,
+        normalize_reward=args.normalize_reward,
+        missing_eos_penalty=args.missing_eos_penalty,
+        repetition_penalty=args.repetition_penalty,
+        length_reward=args.length_reward,
+        reward_timeout=args.reward_timeout,
+        max_gen_len=args.max_gen_len,
+        overlong_buffer=args.overlong_buffer,
+        overlong_penalty=args.overlong_penalty,
+        thinking_reward=args.thinking_reward,
     )
 
 

@@ -35,7 +35,6 @@ from model.loading import (
     load_config,
     load_pretrained,
     load_tokenizer,
-    most_positions,
     quiet,
 )
 from model.weights import keep_in_half, make_score_heads
@@ -94,7 +93,7 @@ class ClassifierRewardModel(RewardModel):
         self.causal = isinstance(getattr(model, "score", None), nn.Linear) and backbone is not model
         self.packs = self.causal and pack_sequences(backbone)
         self.root = backbone if self.packs else model
-        self.max_length = most_positions(config)
+        self.max_length = getattr(config, "max_position_embeddings", sys.maxsize)  # ALiBi: no limit
         for name, module in model.named_modules():  # RoBERTa's positions begin behind that of its pad token
             first = getattr(module, "padding_idx", None)
             if name.endswith("position_embeddings") and first is not None:

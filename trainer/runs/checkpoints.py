@@ -125,7 +125,9 @@ def damage(path: Path) -> str:
         wrong = {*lines} ^ {*_checksums(path)}
     except OSError as error:
         return first_line(error)
-    return f"{min(wrong)[66:]} is damaged" if wrong else ""
+    names = [line[66:] for line in sorted(wrong)]
+    name = next((name for name in names if name and name.isprintable()), SUMS)
+    return f"{name} is damaged" if wrong else ""
 
 
 def step_of(path: Path) -> int:
@@ -171,7 +173,9 @@ def load(path: Path, run: Run) -> None:
         for name, tensors in _tensors(run):
             stored = load_file(path / f"{name}.safetensors")
             for key, x in tensors.items():
-                _fill(x, stored[key])
+                # Older versions keep no moments of a parameter that has not been stepped yet: they are 0.
+                if key in stored or not name.endswith("_optimizer"):
+                    _fill(x, stored[key])
         saved = json.loads((path / "state.json").read_bytes())
         for name, holder in run.states.items():
             file = path / f"{name}.safetensors"
