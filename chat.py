@@ -120,8 +120,9 @@ class Speaker:
         tokens = torch.tensor([asked], device=self.model.device)
 
         # transformers' own criterion (stop_strings) fails on tokenizers that know only some letters.
-        def stops(sequence: torch.Tensor, scores: torch.Tensor) -> bool:
-            return self.text_of(sequence[0, len(asked) :].tolist())[1]
+        def stops(sequence: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            _, stopped = self.text_of(sequence[0, len(asked) :].tolist())
+            return torch.tensor([stopped], device=sequence.device)
 
         sequence = self.model.generate(  # type: ignore[operator]  # PreTrainedModel does not declare it
             tokens,
