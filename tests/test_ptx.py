@@ -68,14 +68,7 @@ def test_the_gradient_is_the_policys_plus_the_coefficient_times_the_mean_nlls(fi
     run.ptx = ptx
 
 
-def learned_in(ptx, number):
-    """The tokens by whose number the loss of an optimizer step is divided. Their log-probs are all -1."""
-    _, loss_of = ptx.source(number, None)
-    return round(ptx.coef / loss_of([0])[0].item(), 3)
-
-
-def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_path, files, monkeypatch):
-    monkeypatch.setattr("trainer.options.ptx.score_learned", lambda items, scorer: (-torch.ones(1), 0.0))
+def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_path, files):
     run, _ = make_run(files, ptx_data_path=ptx_path, ppo_epochs=2)
     alone, both = run.ptx, []
     alone.read(1)
@@ -94,10 +87,10 @@ def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_
         part = Ptx(alone.data, 0.1, alone.seed, 4, 8, Two(rank, 2, torch.device("cpu")))
         part.read(1)
         both.append(part.items)
-        assert [learned_in(part, n) for n in part.items] == [count + 100 for count in counts[-4:]]
+        assert part.learned == {n: c + 100 for n, c in zip(part.items, counts[-1], strict=True)}
     for number, items in alone.items.items():
         assert sorted(map(str, items)) == sorted(map(str, both[0][number] + both[1][number]))
-        assert learned_in(alone, number) == sum(sum(mask[1:]) for _, mask in items)
+        assert alone.learned[number] == sum(sum(mask[1:]) for _, mask in items)
     first = {str(x) for x in alone.items[4]}
     assert first != {str(x) for x in alone.items[5]}
     alone.read(0)
@@ -106,7 +99,7 @@ def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_
     for text, learned in (([1, 1], 1), ([1, 0], 1), ([0, 1, 1], 2)):  # masks; a loss is divided by at least 1
         few = Ptx([([5] * len(text), text)], 0.1, 0, 1, 1, ALONE)
         few.read(0)
-        assert learned_in(few, 0) == learned
+        assert few.learned == {0: learned}
 
 
 def test_memory_that_runs_out_does_demonstrations_again_too(files, ptx_path, monkeypatch):
@@ -131,7 +124,7 @@ def test_memory_that_runs_out_does_demonstrations_again_too(files, ptx_path, mon
     assert failed and run.progress.token_budget < failed[0]
     for name, grad in again.items():
         assert torch.allclose(grad, wanted[name], atol=1e-6), name
-    assert sums._totals["policy/ptx_loss"][1] == sum(sum(mask[1:]) for _, mask in run.ptx.items[0])  # once
+    assert sums._totals["policy/ptx_loss"][1] == run.ptx.learned[0]  # counted once
 
 
 def test_a_run_is_resumed_with_the_same_demonstrations_only(tmp_path, ptx_path):

@@ -37,8 +37,10 @@ class Ptx:
     per_batch: int  # optimizer steps of a batch
     size: int  # sequences of a minibatch, over all processes
     world: World
-    # Of the batch that was read last: {number of an optimizer step: [(token ids, mask), …]}, of this process.
+    # Of the batch that was read last: {number of an optimizer step: [(token ids, mask), …]}, those of this
+    # process; {number: learned tokens of all processes}.
     items: dict[int, list] = field(default_factory=dict)
+    learned: dict[int, int] = field(default_factory=dict)
 
     def read(self, step: int) -> None:
         """Read the demonstrations of all optimizer steps of a step. All processes must call it; all raise
@@ -47,20 +49,21 @@ class Ptx:
         with self.world.all_or_none():
             for number in range(step * self.per_batch, (step + 1) * self.per_batch):
                 places = global_batch(len(self.data), self.seed, number, self.size)
-                self.items[number] = [self.data[place] for place in self.world.share_of(places)]
+                mine = places[self.world.rank :: self.world.size]
+                self.items[number] = [self.data[place] for place in mine]
+        counts = [sum(sum(mask[1:]) for _, mask in items) for items in self.items.values()]
+        totals = self.world.sum(torch.tensor(counts, device=self.world.device)).clamp(min=1)
+        self.learned = dict(zip(self.items, totals.tolist(), strict=True))
 
     def source(self, number: int, scorer: PolicyScorer) -> GradientSource:
-        """What optimizer step ``number`` of the actor learns from the demonstrations. All processes must call
-        it."""
+        """What optimizer step ``number`` of the actor learns from the demonstrations."""
         items = self.items[number]
-        mine = sum(sum(mask[1:]) for _, mask in items)  # the tokens that are learned
-        learned = self.world.sum(torch.tensor(mine, device=self.world.device)).clamp(min=1).item()
 
         def loss_of(rows: list[int]) -> Loss:
             metrics = Metrics()
             logprobs, balance = score_learned([items[row] for row in rows], scorer)
             metrics.add("policy/ptx_loss", -logprobs.sum(), len(logprobs))
-            loss = -logprobs.sum() / learned + balance / self.size
+            loss = -logprobs.sum() / self.learned[number] + balance / self.size
             return self.coef * loss, metrics
 
         return [len(ids) for ids, _ in items], loss_of
