@@ -1,22 +1,20 @@
 """Tokens per second of generation: this program's engine compared with transformers' continuous batching.
 
 Both have the same model, prompts, lengths and number type, a slot for every sequence, and sample from the
-whole softmax. The cases are those of generation.py, at two sizes. The two run alternately, each time in a
+whole softmax. The work is that of generation.py, at two sizes. The two run alternately, each time in a
 process of its own: what one leaves behind, threads above all, would slow the other down.
 """
 
 import multiprocessing
-import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import torch
 from common import policy, show, spread, vocabulary_of
-from generation import REPETITIONS, continuous_rate, engine, make_prompts
+from generation import REPETITIONS, continuous_rate, rate_without, workloads
 
 from trainer.compute.precision import fast_dtype, set_precision
 from trainer.compute.scoring import pack_sequences
-from trainer.generation.engine import Sampler
 
 
 def in_a_process(work, *given):
@@ -30,14 +28,9 @@ def model_of(size, mean_length, device):
 
 
 def ours(size, prompts, new_tokens, mean_length, device):
-    """Tokens per second of the engine: one run after a warm-up."""
     base = model_of(size, mean_length, device)
     pack_sequences(base.base_model)
-    sampler = Sampler(base, fast_dtype("auto", base.device), len(prompts))
-    engine(sampler, prompts, min(8, new_tokens))
-    start = time.perf_counter()
-    tokens = engine(sampler, prompts, new_tokens)
-    return tokens / (time.perf_counter() - start)
+    return rate_without((), base, fast_dtype("auto", base.device), len(prompts), prompts, new_tokens)
 
 
 def theirs(size, prompts, new_tokens, mean_length, device):
@@ -62,11 +55,9 @@ def measure(name, size, prompts, new_tokens, mean_length, device):
 
 
 def cases(device):
-    fixed = make_prompts(64, 32, 32), 128, None
-    varying = make_prompts(256, 16, 48), 128, 32
     return [
-        partial(measure, name, size, *case, device)
-        for name, case in {"fixed": fixed, "varying": varying}.items()
+        partial(measure, name, size, *work, device)
+        for name, work in workloads().items()
         for size in ("512x8", "128x4")
     ]
 

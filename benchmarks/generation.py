@@ -50,6 +50,14 @@ def make_prompts(count, shortest, longest, seed=0, vocabulary=VOCABULARY):
     ]
 
 
+def workloads():
+    """{name: (prompts, new tokens of each at most, their mean length or None)} on a CPU."""
+    return {
+        "fixed": (make_prompts(64, 32, 32), 128, None),
+        "varying": (make_prompts(256, 16, 48), 128, 32),
+    }
+
+
 def generate(model, prompts, batch_size, max_new_tokens):
     """Run transformers' generate on all prompts, left-padded -> the number of tokens sampled."""
     total = 0
@@ -86,7 +94,7 @@ def without(*parts):
 
 
 def rate_without(parts, base, dtype, slots, prompts, new_tokens):
-    """Tokens per second of the engine without these parts: one run after a warm-up."""
+    """Tokens per second of the engine, without these parts if any: one run after a warm-up."""
     with without(*parts):
         sampler = Sampler(base, dtype, slots)
         engine(sampler, prompts, 8)
@@ -248,9 +256,11 @@ def cases_of_gpu(sizes=("0.5B", "512x8"), device="cuda"):
 def cases(device):
     if device != "cpu":
         return cases_of_gpu()
-    fixed = "fixed", "512x8", make_prompts(64, 32, 32), 128, None
-    varying = "varying", "512x8", make_prompts(256, 16, 48), 128, 32
-    return [partial(measure, *fixed, [64], 64, device), partial(measure, *varying, [64, 256], 256, device)]
+    fixed, varying = (("512x8", *work) for work in workloads().values())
+    return [
+        partial(measure, "fixed", *fixed, [64], 64, device),
+        partial(measure, "varying", *varying, [64, 256], 256, device),
+    ]
 
 
 def rows(results):

@@ -100,7 +100,7 @@ def test_generation_beside_continuous_batching(benchmark, monkeypatch):
     continuous = benchmark("continuous")
     monkeypatch.setattr(continuous, "REPETITIONS", 1)
     monkeypatch.setattr(continuous, "in_a_process", lambda work, *given: work(*given))
-    prompts = continuous.make_prompts(3, 4, 4)
+    prompts = benchmark("generation").make_prompts(3, 4, 4)
     found = continuous.measure("fixed", TINY, prompts, 5, None, "cpu")
     ours, theirs = (found[f"{name} tokens/s"]["median"] for name in ("engine", "continuous batching"))
     assert found["ratio"]["median"] == pytest.approx(ours / theirs, rel=0.05)

@@ -125,9 +125,8 @@ def damage(path: Path) -> str:
         wrong = {*lines} ^ {*_checksums(path)}
     except OSError as error:
         return first_line(error)
-    names = [line[66:] for line in sorted(wrong)]
-    name = next((name for name in names if name and name.isprintable()), SUMS)
-    return f"{name} is damaged" if wrong else ""
+    named = [line[66:] for line in sorted(wrong) if line[66:] and line.isprintable()]
+    return f"{[*named, SUMS][0]} is damaged" if wrong else ""
 
 
 def step_of(path: Path) -> int:
