@@ -62,23 +62,26 @@ CASES = {
         "steps 1"
     ),
     "KL in the reward, early stop": options(
-        "kl_in reward target_kl 0.03 replay_batches 2 kl_target 0.5 kl_horizon 20"
+        "kl_in reward target_kl 0.02 replay_batches 2 kl_target 0.5 kl_horizon 20 batch_size 12 grad_clip 1.8 "
+        "cliprange_value 0.2"
     ),
-    "experts": options("kl_in loss experts 1 grad_clip 2.0 ptx_coef 0.5"),
+    "experts": options("kl_in loss experts 1 grad_clip 2.8 ptx_coef 0.5 ppo_epochs 1 batch_size 8"),
     "logged answers": options(
         "kl_in loss logged 1 ptx_coef 0.2 update_old_actor_freq 1 cliprange_value 0.1 missing_eos_penalty 0"
     ),
-    "four answers": options("kl_in loss num_generations 4 replay_batches 1"),
-    "RLOO": NO_CRITIC | options("advantage rloo num_generations 4 kl_in reward gamma 1 replay_batches 1"),
     "group, early stop": NO_CRITIC
-    | options("advantage group num_generations 2 kl_in loss gamma 1 target_kl 0.05 grad_clip 1.8"),
-    "REINFORCE": NO_CRITIC | options("advantage reinforce kl_in reward"),
+    | options(
+        "advantage group num_generations 2 kl_in loss gamma 1 target_kl 0.03 grad_clip 1.8 importance_cap 0 "
+        "lr_warmup_steps 1"
+    ),
     "CISPO, cut answers out": options(
         "kl_in reward policy_loss cispo clip_epsilon 0.1 clip_epsilon_high 0.2 mask_truncated 1 "
-        "entropy_top 0.8 update_old_actor_freq 3"
+        "entropy_top 0.8 update_old_actor_freq 3 cliprange_value 0"
     ),
-    "GSPO": options("kl_in loss policy_loss gspo clip_epsilon 0.05 clip_epsilon_high 0.1 replay_batches 1"),
-    "options off": options("kl_in loss importance_cap 0 cliprange_value 0 lr_warmup_steps 1"),
+    "GSPO, four answers": options(
+        "kl_in loss policy_loss gspo clip_epsilon 0.05 clip_epsilon_high 0.1 num_generations 4 "
+        "replay_batches 1"
+    ),
     SINGLE: NO_CRITIC
     | options(
         "advantage reinforce kl_in reward mini_batch_size 16 ppo_epochs 1 update_old_actor_freq 1 "
