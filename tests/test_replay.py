@@ -73,8 +73,9 @@ def test_what_a_checkpoint_keeps_restores_it():
     same_rows(restored.join(new), replay.join(new))
 
 
-@pytest.mark.parametrize("older", [0, 1, 2, 8])
-@pytest.mark.parametrize(("count", "epochs"), [(1, 1), (2, 3), (4, 1), (4, 8), (5, 2)])
+@pytest.mark.parametrize(
+    ("older", "count", "epochs"), [(0, 4, 8), (1, 1, 1), (2, 2, 3), (8, 4, 1), (8, 5, 2)]
+)
 def test_each_minibatch_is_learned_from_equally_often(older, count, epochs):
     """Over all steps that have its batch, ``epochs`` times; a batch at a run's start or end may have more or
     fewer, but none of its minibatches twice more often than another. A step's number of them is the same."""
