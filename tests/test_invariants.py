@@ -36,7 +36,7 @@ def filled_rollout(run, prompts, step=0):
     return batch.rollout, metrics
 
 
-@pytest.mark.parametrize(("size", "accumulation"), [(16, 1), (4, 1), (8, 2)])
+@pytest.mark.parametrize(("size", "accumulation"), [(16, 1), (8, 2)])
 def test_all_scoring_takes_micro_batches_as_large_as_those_of_updates(size, accumulation, files, monkeypatch):
     """A minibatch is the whole batch, or a quarter of it: no pass has more tokens than the plan counts."""
     monkeypatch.setattr(scoring, "tokens_per_pass", lambda device: 1)
@@ -74,7 +74,7 @@ def furthest(left, right):
 
 def test_nothing_is_scored_that_is_not_needed(files, monkeypatch):
     """In fp32 the sampler's log-probs are the old ones, and without a KL nothing needs the reference's: two
-    runs with and without them learn the same. A first step, some later ones and replay are scored anyway."""
+    runs with and without them learn the same. A first step is scored anyway."""
 
     def learned():
         run, prompts = make_run(files, kl_coef=0.0, ppo_epochs=2)
@@ -102,12 +102,9 @@ def test_nothing_is_scored_that_is_not_needed(files, monkeypatch):
     assert calls == {"old_actor": 2, "reference": 2}
     assert furthest(sparing, scored) < 1e-5
     assert metrics[1]["kl/k3"] > 0
-    monkeypatch.undo()
-    for flag in ({"replay_batches": 1}, {"entropy_top": 0.5}, {"dtype": "bfloat16"}):
-        assert not make_run(files, **flag)[0].sampler_has_scored(1), flag
 
 
-@pytest.mark.parametrize("flag", [{}, {"lora_r": 2}, {"update_old_actor_freq": 2}])
+@pytest.mark.parametrize("flag", [{"lora_r": 2}, {"update_old_actor_freq": 2}])
 def test_a_reference_that_nothing_asks_takes_no_memory(files, flag):
     run, prompts = make_run(files, kl_coef=0.0, **flag)
     run.prepare()
@@ -117,15 +114,20 @@ def test_a_reference_that_nothing_asks_takes_no_memory(files, flag):
     assert not same(before, weights(run))
 
 
-def test_only_a_single_update_by_the_old_actor_itself_gives_the_old_logprobs(files):
+def test_the_samplers_logprobs_are_the_old_ones_in_fp32_or_with_a_single_update_by_the_old_actor(files):
+    given = files | {"reward_model": None, "advantage": "reinforce", "critic_warmup_steps": None}
     whole = {"mini_batch_size": 16, "dtype": "bfloat16"}
-    run, _ = make_run(files, **whole)
-    assert run.single_update
-    assert [run.sampler_has_scored(step) for step in (0, 1)] == [False, True]
-    for flag in ({"mini_batch_size": 8}, {"ppo_epochs": 2}, {"update_old_actor_freq": 2}):
-        run, _ = make_run(files, **whole | flag)
-        assert not run.single_update and not run.sampler_has_scored(1), flag
-    assert not make_run(files, **whole, replay_batches=1)[0].single_update
+    exact, single, old = (make_run(given, **x)[0] for x in ({}, whole, whole | {"update_old_actor_freq": 2}))
+    assert single.single_update and not exact.single_update and not old.single_update
+    assert [run.sampler_has_scored(1) for run in (exact, single, old)] == [True, True, False]
+    assert not exact.sampler_has_scored(0) and not single.sampler_has_scored(0)
+    for run in (exact, single):
+        args = run.args
+        for flag in ({"replay_batches": 1}, {"entropy_top": 0.5}):
+            run.args = args.completed(**flag)
+            assert not run.sampler_has_scored(1), flag
+    single.args = args.completed(replay_batches=1)
+    assert not single.single_update
 
 
 def test_padding_changes_no_gradient(files):
@@ -242,7 +244,7 @@ def test_an_old_actor_of_one_batch_is_the_actor_itself(files):
     assert dtypes == {torch.float32}
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_rounding_what_is_frozen_changes_no_step(files, kind):
     """Reference, old actor and reward model are rounded: scores and weights stay; trained ones are fp32."""
     results = []
@@ -251,8 +253,8 @@ def test_rounding_what_is_frozen_changes_no_step(files, kind):
         run, prompts = make_run(files, dtype=name, update_old_actor_freq=2, learning_rate=1e-2)
         if rounded:
             run.prepare()
-        batches, scores = iter([[prompts[i] for i in range(16)]] * 4), []
-        for step in range(4):
+        batches, scores = iter([[prompts[i] for i in range(16)]] * 3), []
+        for step in range(3):
             batch = train_ppo.collect(run, step, batches)
             scores.append(batch.scores["model"])
             train_ppo.learn(run, step, batch)
