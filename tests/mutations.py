@@ -3,13 +3,12 @@
     python tests/mutations.py                                  the formulas, each file with its tests (TESTS)
     python tests/mutations.py trainer/ppo.py                   one file of them
     python tests/mutations.py chat.py --tests tests/test_chat.py
-    python tests/mutations.py trainer/ppo.py --lines 50-80 --list
+    python tests/mutations.py trainer/ppo.py --lines 50-80
 
 It works on the checkout in which it is started. The rules walk a file's syntax tree. Each fault is made in a
 copy of the checkout, where the tests run in a forked process up to the first failure: first those that run
 the line, the quickest first. Exit code 1: a fault that no test noticed, or tests that fail without any; 2: a
-list that does not fit the code. equivalent_faults.py has the faults that change no result, and a few that no
-rule makes. Linux only.
+list that does not fit the code. equivalent_faults.py has the faults that change no result. Linux only.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from equivalent_faults import EQUIVALENT, HAND_WRITTEN
+from equivalent_faults import EQUIVALENT
 
 ROOT = Path.cwd()  # of the checkout
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", "node_modules", ".*_cache")
@@ -88,15 +87,29 @@ LEFT_ALONE += ("in_step",)
 
 
 class Fault(NamedTuple):
-    """``old`` becomes ``new`` at the byte ``start`` of ``file``; ``line``: the changed line as it is then."""
+    """In a file's syntax tree one node takes the place of another; ``line``: line ``number`` then."""
 
     file: str
     number: int
-    start: int
-    old: str
-    new: str
     line: str
-    tests: tuple = ()
+    tests: tuple
+    tree: ast.Module | None = None
+    right: ast.AST | None = None
+    wrong: ast.AST | None = None
+
+    def source(self):
+        """The wrong file, without its comments."""
+        return ast.unparse(Put(self.right, self.wrong).visit(self.tree))
+
+
+class Put(ast.NodeTransformer):
+    """Puts one node into the place of another."""
+
+    def __init__(self, old, new):
+        self.old, self.new = old, new
+
+    def visit(self, node):
+        return self.new if node is self.old else self.generic_visit(node)
 
 
 # ---------------------------------------------------------------------------------------------- the rules
@@ -200,33 +213,38 @@ def may_be_left_out(node, bound):
 
 
 class Rules(ast.NodeVisitor):
-    """Collects (node, the text that takes its place) in ``found``."""
+    """Collects (node, the node that takes its place, the statement that has it) in ``found``."""
 
     def __init__(self, tree):
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
         self.modules = {(x.asname or x.name).split(".")[0] for node in imports for x in node.names}
-        self.bound, self.found = set(), []
+        self.bound, self.found, self.statement = set(), [], None
 
-    def of(self, node):
-        """What they make in a statement of the module, but not in what puts the checkout on sys.path."""
-        self.found = []
-        names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) or not names & {"sys", "__file__"}:
-            self.visit(node)
-        return self.found
+    def visit_Module(self, node):
+        for x in node.body:  # but not what puts the checkout on sys.path
+            names = {y.id for y in ast.walk(x) if isinstance(y, ast.Name)}
+            if isinstance(x, ast.FunctionDef | ast.ClassDef) or not names & {"sys", "__file__"}:
+                self.visit(x)
+
+    def visit(self, node):
+        if isinstance(node, ast.stmt):
+            self.statement = node
+        super().visit(node)
+
+    def add(self, node, wrong):
+        self.found.append((node, wrong, self.statement))
 
     def generic_visit(self, node):
         if isinstance(node, ast.expr):
             for wrong in wrong_expressions(node, self.modules):
-                text = ast.unparse(ast.fix_missing_locations(wrong))
-                self.found.append((node, text))
+                self.add(node, wrong)
         elif isinstance(node, ast.stmt):
             if may_be_left_out(node, self.bound):
-                self.found.append((node, None))
+                self.add(node, ast.Pass())
             if isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS.keys() - {ast.BitOr}:
-                self.found.append((node, ast.unparse(changed(node, op=OPERATORS[type(node.op)]()))))
+                self.add(node, changed(node, op=OPERATORS[type(node.op)]()))
             if isinstance(node, ast.If) and not is_negation(node.test):
-                self.found.append((node.test, f"not ({ast.unparse(node.test)})"))
+                self.add(node.test, ast.UnaryOp(ast.Not(), node.test))
         super().generic_visit(node)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             self.bound.add(node.id)
@@ -256,83 +274,48 @@ class Rules(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Raise(self, node):
-        self.found.append((node, None))  # what the message says is for people
+        self.add(node, ast.Pass())  # what the message says is for people
 
     def visit_keyword(self, node):
         if node.arg not in LEFT_ALONE:
             self.visit(node.value)
 
     def visit_JoinedStr(self, node):
-        pass  # text; and Python 3.11 does not know where its parts stand
+        pass  # text
 
     visit_Import = visit_ImportFrom = visit_Assert = visit_JoinedStr
 
 
 def faults_of(file, source, tests=()):
     """All faults that the rules make in a file -> list of ``Fault``."""
-    begins = [0]
-    for line in source.encode().splitlines(keepends=True):
-        begins.append(begins[-1] + len(line))
     tree = ast.parse(source)
-    rules, faults = Rules(tree), []
-    for whole in tree.body:
-        first = begins[min([whole, *getattr(whole, "decorator_list", ())], key=lambda x: x.lineno).lineno - 1]
-        text = source.encode()[first : begins[whole.end_lineno]].decode()
-        meanings = {None, meaning_of(text)}
-        for node, new in rules.of(whole):
-            start = begins[node.lineno - 1] + node.col_offset
-            old = source.encode()[start : begins[node.end_lineno - 1] + node.end_col_offset].decode()
-            new = f"pass  # {old.splitlines()[0]}" if new is None else new
-            meaning = meaning_of(replaced(text, start - first, old, new))
-            if isinstance(node, ast.expr):
-                meant = meaning_of(replaced(text, start - first, old, f"({new})"))
-                if meaning != meant:
-                    new, meaning = f"({new})", meant
-            if meaning not in meanings:
-                meanings.add(meaning)
-                wrong = replaced(text, start - first, old, new).splitlines()
-                line = wrong[node.lineno - 1 - source.encode()[:first].count(b"\n")].strip()
-                faults.append(Fault(file, node.lineno, start, old, new, line, tests))
-    return sorted(faults, key=lambda fault: fault.start)
-
-
-def meaning_of(text):
-    with contextlib.suppress(SyntaxError):
-        return ast.dump(ast.parse(text))
-
-
-def replaced(source, start, old, new):
-    raw = source.encode()
-    return (raw[:start] + new.encode() + raw[start + len(old.encode()) :]).decode()
-
-
-def hand_written(file):
-    """The faults that people found missing once -> (list of ``Fault``, what does not fit)."""
-    faults, misfits = [], []
-    source = (ROOT / file).read_text(encoding="utf-8")
-    for old, new, *tests in HAND_WRITTEN.get(file, ()):
-        if source.count(old) != 1:
-            misfits.append(f"{file}: found {source.count(old)} times instead of once: {old!r}")
-            continue
-        before = source.partition(old)[0]
-        line = f"{old} -> {new}"
-        faults.append(Fault(file, before.count("\n") + 1, len(before.encode()), old, new, line, tuple(tests)))
-    return faults, misfits
+    rules, faults, texts = Rules(tree), [], set()
+    rules.visit(tree)
+    for right, wrong, statement in rules.found:
+        texts.add((statement, ast.unparse(statement)))
+        text = ast.unparse(Put(right, wrong).visit(statement))
+        if right is not statement:
+            Put(wrong, right).visit(statement)
+        if (statement, text) not in texts:
+            texts.add((statement, text))
+            line = next(x for x in text.splitlines() if not x.startswith("@"))
+            if isinstance(wrong, ast.Pass):
+                line += f"  # {ast.unparse(right).splitlines()[0]}"
+            faults.append(Fault(file, right.lineno, line, tests, tree, right, wrong))
+    return sorted(faults, key=lambda fault: fault.number)
 
 
 def chosen(file, tests, lines=""):
     """The faults to try in a file -> (list of ``Fault``, what does not fit). lines: "50", "50-80" or all."""
-    source = (ROOT / file).read_text(encoding="utf-8")
-    faults = faults_of(file, source, tuple(tests)) if tests else []
+    faults = faults_of(file, (ROOT / file).read_text(encoding="utf-8"), tuple(tests))
     known = [line for lines in EQUIVALENT.get(file, {}).values() for line in lines]
     made = {fault.line for fault in faults}
     misfits = [f"{file}: no rule makes this: {line}" for line in known if line not in made]
-    more, wrong = hand_written(file)
-    faults = [fault for fault in faults if fault.line not in known] + more
+    faults = [fault for fault in faults if fault.line not in known]
     if lines:
         first, _, last = lines.partition("-")
         faults = [fault for fault in faults if int(first) <= fault.number <= int(last or first)]
-    return faults, misfits + wrong
+    return faults, misfits
 
 
 # --------------------------------------------------------------------------------------------- the runs
@@ -377,9 +360,9 @@ class Order:
 def run_tests(fault, tests):
     """In a copy of the checkout: make the fault and run its tests -> pytest's exit code."""
     path = Path(fault.file)
-    source = replaced(path.read_text(encoding="utf-8"), fault.start, fault.old, fault.new)
-    path.write_text(source, encoding="utf-8")
-    date = zlib.crc32(source.encode())  # by which Python finds the bytecode of a file: another for each fault
+    if fault.tree:
+        path.write_text(fault.source(), encoding="utf-8")
+    date = zlib.crc32(path.read_bytes())  # by which Python finds the bytecode: another for each fault
     os.utime(path, (date, date))
     plugin = Order(fault.number, tests) if tests else Watch(path)
     code = pytest.main([*PYTEST, *fault.tests], plugins=[plugin])
@@ -445,7 +428,7 @@ def check_unchanged(file, tests, folder):
             why = f"error: without any fault the tests do not pass: {word} {test}"
             raise SystemExit("\n".join([*log, why]))
 
-    run([Fault(file, 1, 0, "", "", "nothing", tuple(tests))], None, [folder], report, limit=600)
+    run([Fault(file, 1, "nothing", tuple(tests))], None, [folder], report, limit=600)
     found, modules = json.loads((folder / "found.json").read_text())
     for name in modules:
         with contextlib.suppress(Exception):
@@ -495,21 +478,16 @@ def main(argv=None):
     parser.add_argument("--tests", nargs="+", help="for all of them; default: as in TESTS")
     parser.add_argument("--lines", default="", help="only of these lines, as 50 or 50-80")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
-    parser.add_argument("--list", action="store_true", help="only show them")
     args = parser.parse_args(argv)
     plan, misfits = {}, []
-    for file in args.files or TESTS | HAND_WRITTEN:
-        if not (tests := args.tests or TESTS.get(file, ())) and args.files:
+    for file in args.files or TESTS:
+        if not (tests := args.tests or TESTS.get(file)):
             parser.error(f"{file}: which tests? Give --tests")
         plan[file], wrong = chosen(file, tests, args.lines)
         misfits += wrong
     if misfits:
         print(*misfits, sep="\n", file=sys.stderr)
         raise SystemExit(2)
-    if args.list:
-        for fault in (fault for faults in plan.values() for fault in faults):
-            print(f"{fault.file}:{fault.number}: {fault.line}")
-        return
     begun = time.perf_counter()
     survivors = try_all(plan, args.jobs)
     count, seconds = sum(map(len, plan.values())), time.perf_counter() - begun
