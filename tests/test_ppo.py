@@ -18,6 +18,12 @@ def alone(total):
     return total
 
 
+def test_padding_may_hold_anything():
+    assert length_mask(torch.tensor([3, 1]), 3).equal(MASK)
+    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, float("nan"), float("inf")]])
+    assert ppo.masked_sum(x, MASK) == 10
+
+
 def test_kl_estimators_by_hand_and_in_expectation():
     """p = 1/2, q = 1/4 at the sampled token: k1 = ln 2, k2 = ln^2(2) / 2, k3 = 1/2 - 1 + ln 2. Under p:
     E[k1] = E[k3] = KL(p || q), and k3 is never negative where k1 is."""
@@ -28,6 +34,28 @@ def test_kl_estimators_by_hand_and_in_expectation():
     kl = (p * (p / q).log()).sum().item()
     assert [(p * k).sum().item() for k in (k1, k3)] == pytest.approx([kl, kl])
     assert (k1 < 0).any() and (k3 >= 0).all()
+
+
+def gradient_of_expected(estimator):
+    """d/d logits of sum_x stop_gradient(p(x)) k(x): the on-policy expectation of a KL loss' gradient."""
+    logits, q = torch.tensor([0.5, -0.2, 0.1], requires_grad=True), torch.tensor([0.3, 0.3, 0.4])
+    log_p = logits.log_softmax(-1)
+    k = ppo.kl_estimators(log_p, q.log())[estimator]
+    (log_p.exp().detach() * k).sum().backward()
+    return logits.grad
+
+
+def test_the_gradients_of_k1_k2_k3():
+    """Zero for k1, that of KL(p || q) for k2, that of KL(q || p) for k3 (why k2 is the loss)."""
+    q = torch.tensor([0.3, 0.3, 0.4])
+    logits = torch.tensor([0.5, -0.2, 0.1], requires_grad=True)
+    p = logits.softmax(-1)
+    (reverse,) = torch.autograd.grad((p * (p / q).log()).sum(), logits, retain_graph=True)
+    (forward,) = torch.autograd.grad((q * (q / p).log()).sum(), logits)
+    assert gradient_of_expected(0).abs().max() < 1e-7
+    assert torch.allclose(gradient_of_expected(1), reverse, atol=1e-7)
+    assert torch.allclose(gradient_of_expected(2), forward, atol=1e-7)
+    assert not torch.allclose(reverse, forward, atol=1e-2)
 
 
 def test_the_score_lands_on_the_last_token_and_the_kl_penalty_on_every_one_but_padding():
@@ -207,6 +235,55 @@ def test_gspo_by_hand_every_token_has_the_ratio_of_its_response():
     )  # dual clip
 
 
+def test_gspo_with_one_advantage_a_response_has_the_gradient_of_the_papers_sequence_loss():
+    torch.manual_seed(0)
+    logprobs = (0.3 * torch.randn(3, 3)).requires_grad_()
+    advantages, mask = torch.tensor([[1.0], [-2.0], [0.5]]), length_mask(torch.tensor([3, 2, 1]), 3)
+    mine, _ = ppo.policy_loss(logprobs, rows(advantages.expand(3, 3), mask), *CLIP, kind="gspo")
+    count = mask.sum(1, keepdim=True)
+    s = ((logprobs * mask).sum(1, keepdim=True) / count).exp()
+    theirs = -(count * torch.min(s * advantages, s.clamp(0.8, 1.2) * advantages)).sum()
+    assert mine.item() == pytest.approx(theirs.item())
+    (one,), (other,) = (torch.autograd.grad(loss, logprobs, retain_graph=True) for loss in (mine, theirs))
+    assert torch.allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["clip", "cispo", "gspo"])
+def test_every_loss_begins_as_the_policy_gradient_and_has_the_same_kl(kind):
+    """Before the first update the gradient is -A. The KL has the tokens' own ratios, which nothing clips."""
+    advantages = torch.tensor([[0.3, -0.7, 1.0]])
+    logprobs = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
+    mb = rows(advantages, old_logprobs=logprobs.detach(), counted=torch.tensor([[True, True, False]]))
+    loss, metrics = ppo.policy_loss(logprobs, mb, 3e-4, 4e-4, kind=kind)
+    loss.backward()
+    assert logprobs.grad.tolist() == [pytest.approx([-0.3, 0.7, 0.0])]
+    assert (metrics["policy/clip_fraction"], metrics["policy/approx_kl"]) == (0, 0)
+    logprobs, _ = moved([1.5, 0.5])
+    mb = rows(torch.zeros(1, 2), ref_logprobs=torch.tensor([[-1.0, 0.0]]))
+    (ppo.policy_loss(logprobs, mb, 3e-4, 4e-4, kind=kind)[0] + 0.5 * ppo.kl_loss(logprobs, mb)).backward()
+    wanted = [0.5 * 1.5 * (math.log(1.5) + 1), 0.5 * 0.5 * math.log(0.5)]
+    assert logprobs.grad.tolist() == [pytest.approx(wanted)]
+
+
+def test_cut_answers_stay_out_of_the_policy_loss_and_in_the_number_of_tokens():
+    """The second of three answers was cut. All cut: a loss and gradients of 0."""
+    finished = torch.tensor([True, False, True])
+    mask = length_mask(torch.tensor([2, 3, 1]), 3)
+    mb = rows(torch.ones(3, 3), mask)
+    of_entropy_top = torch.tensor([[False, True, False], [True, True, True], [True, False, False]])
+    mb.counted = of_entropy_top & finished[:, None]
+    logprobs = torch.zeros(3, 3, requires_grad=True)
+    loss, metrics = ppo.policy_loss(logprobs, mb, *CLIP)
+    loss.backward()
+    assert (loss.item(), metrics["policy/ratio"].item()) == (-2, 6)  # the metrics are of all tokens
+    assert logprobs.grad.tolist() == [[0, -1, 0], [0, 0, 0], [-1, 0, 0]]
+    mb.counted = torch.zeros(3, 3, dtype=torch.bool)
+    logprobs.grad = None
+    loss, _ = ppo.policy_loss(logprobs, mb, *CLIP)
+    loss.backward()
+    assert loss.item() == 0 and not logprobs.grad.any()
+
+
 def test_importance_weights_by_hand():
     """pi_old / pi_sampler = 1.5, 0.5 and 8, cut at 2; 1 on padding and where the cap is 0."""
     old, mask = torch.tensor([[1.5, 0.5, 8.0, 7.0]]).log(), torch.tensor([[True, True, True, False]])
@@ -237,6 +314,16 @@ def test_effective_sample_size_by_hand():
     assert both == pytest.approx(100 / 199.5)
 
 
+def test_importance_weights_multiply_every_tokens_loss_and_kl():
+    logprobs, ref = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True), torch.tensor([[-1.5, -1.0, -1.0]])
+    mb = rows(old_logprobs=logprobs.detach(), ref_logprobs=ref, advantages=torch.tensor([[0.3, -0.7, 1.0]]))
+    mb.importance_weights = torch.tensor([[2.0, 0.5, 1.0]])
+    (ppo.policy_loss(logprobs, mb, *CLIP)[0] + 0.1 * ppo.kl_loss(logprobs, mb)).backward()
+    # ratio 1: -weight * A of the policy loss, weight * 0.1 * (log p - log ref) of the KL
+    expected = [2 * (-0.3 + 0.1 * 0.5), 0.5 * (0.7 - 0.1 * 1.0), -1.0 + 0.1 * 0.5]
+    assert logprobs.grad.tolist() == [pytest.approx(expected)]
+
+
 def test_the_gradient_of_the_kl_loss_is_that_of_the_present_policy_after_updates_too():
     """Tokens of the old policy, whose expectation is taken exactly: with the ratio the gradient is that of
     KL(p || ref) of the present policy p, without it another one."""
@@ -251,6 +338,16 @@ def test_the_gradient_of_the_kl_loss_is_that_of_the_present_policy_after_updates
     (unweighted,) = torch.autograd.grad((old * 0.5 * (logprobs - ref.log()).square()).sum(), logits)
     assert torch.allclose(found, true, atol=1e-6)
     assert not torch.allclose(unweighted, true, atol=1e-2)
+
+
+def test_discounted_sums_by_hand():
+    x = torch.tensor([[1.0, 2.0, 4.0], [3.0, 0.0, 0.0]])
+    assert ppo.discounted_sums(x, 0.5).tolist() == [[3, 4, 4], [3, 0, 0]]
+    assert ppo.discounted_sums(x, 1.0).tolist() == [[7, 6, 4], [3, 0, 0]]
+    assert ppo.discounted_sums(x, 0.0).tolist() == x.tolist()
+    longer = torch.rand(3, 37)
+    by_one = [sum(0.9**n * longer[:, t + n] for n in range(37 - t)) for t in range(37)]
+    assert torch.allclose(ppo.discounted_sums(longer, 0.9), torch.stack(by_one, 1), atol=1e-5)
 
 
 def test_the_kl_in_the_reward_follows_the_actor():
