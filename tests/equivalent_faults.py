@@ -1,4 +1,4 @@
-"""The list of mutations.py: faults that change no result."""
+"""The lists of mutations.py: faults that change no result, and a few that no rule makes or no formula has."""
 
 EXACTLY = "only a number that stands exactly at the limit is concerned, where both sides are right"
 PADDING = "only padding is concerned, which no sum takes in"
@@ -81,4 +81,53 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "return (place, inside.clamp(0, 1 - 2 ** (-34)))",
         ],
     },
+}
+
+# {file: [(right, wrong, test file)]}: what a referee broke once without any test noticing.
+HAND_WRITTEN = {
+    "trainer/compute/scoring.py": [
+        (
+            "F.pad(x, (0, width - x.shape[1]))",
+            "F.pad(x, (width - x.shape[1], 0))",
+            "tests/compute/test_scoring.py",
+        )
+    ],
+    "trainer/rewards/reward_models.py": [
+        ("x[kept:][kept - self.max_length :]", "x[kept : self.max_length]", "tests/rewards/test_rewards.py"),
+        ("scores - self.offset", "scores + self.offset", "tests/rewards/test_rewards.py"),
+    ],
+    "trainer/models.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
+    "trainer/options/best.py": [
+        ("fingerprint, *code, *args.eval_reward_model]", "fingerprint]", "tests/test_best.py")
+    ],
+    "trainer/rewards/combine.py": [
+        (
+            "rules.answer_text(text) if self.reasoning else None",
+            "rules.answer_text(text)",
+            "tests/rewards/test_rewards.py",
+        )
+    ],
+    "trainer/rewards/rules.py": [("len(response.strip())", "len(response)", "tests/rewards/test_rules.py")],
+    "trainer/value_scale.py": [(', "last")', ")", "tests/test_value_scale.py")],
+    "trainer/inputs.py": [
+        ("warmup_steps >= steps", "warmup_steps > steps", "tests/test_inputs.py"),
+        ("args.dual_clip <= 1", "args.dual_clip < 1", "tests/test_inputs.py"),
+    ],
+    "trainer/runs/optimizer_step.py": [
+        (
+            "run.progress.token_budget = budget",
+            "pass",
+            "tests/runs/test_faults.py::test_a_minibatch_that_does_not_fit_is_done_again_with_less_and_said",
+        )
+    ],
+    "trainer/default_rates.py": [("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/test_default_rates.py")],
+    "trainer/generation/sampling.py": [
+        ("(sums, target, right=True)", "(sums, target)", "tests/generation/test_sampling.py")
+    ],
+    "trainer/compute/precision.py": [
+        ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py")
+    ],
+    "dataset/lm_dataset.py": [
+        ("self.ids(said, opening=False)", "self.ids(said)", "tests/dataset/test_dataset.py")
+    ],
 }

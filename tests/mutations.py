@@ -8,7 +8,8 @@
 It works on the checkout in which it is started. The rules walk a file's syntax tree. Each fault is made in a
 copy of the checkout, where the tests run in a forked process up to the first failure: first those that run
 the line, the quickest first. Exit code 1: a fault that no test noticed, or tests that fail without any; 2: a
-list that does not fit the code. equivalent_faults.py has the faults that change no result. Linux only.
+list that does not fit the code. equivalent_faults.py has the faults that change no result, and a few that no
+rule makes. Linux only.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from equivalent_faults import EQUIVALENT
+from equivalent_faults import EQUIVALENT, HAND_WRITTEN
 
 ROOT = Path.cwd()  # of the checkout
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", "node_modules", ".*_cache")
@@ -87,19 +88,22 @@ LEFT_ALONE += ("in_step",)
 
 
 class Fault(NamedTuple):
-    """In a file's syntax tree one node takes the place of another; ``line``: line ``number`` then."""
+    """What takes the place of ``right`` in ``whole``, a file's syntax tree or its text; ``line``: line
+    ``number`` then."""
 
     file: str
     number: int
     line: str
     tests: tuple
-    tree: ast.Module | None = None
-    right: ast.AST | None = None
-    wrong: ast.AST | None = None
+    whole: ast.Module | str = ""
+    right: ast.AST | str = ""
+    wrong: ast.AST | str = ""
 
     def source(self):
-        """The wrong file, without its comments."""
-        return ast.unparse(Put(self.right, self.wrong).visit(self.tree))
+        """The wrong file; without its comments, if a rule made it."""
+        if isinstance(self.whole, str):
+            return self.whole.replace(self.right, self.wrong)
+        return ast.unparse(Put(self.right, self.wrong).visit(self.whole))
 
 
 class Put(ast.NodeTransformer):
@@ -307,11 +311,18 @@ def faults_of(file, source, tests=()):
 
 def chosen(file, tests, lines=""):
     """The faults to try in a file -> (list of ``Fault``, what does not fit). lines: "50", "50-80" or all."""
-    faults = faults_of(file, (ROOT / file).read_text(encoding="utf-8"), tuple(tests))
+    source = (ROOT / file).read_text(encoding="utf-8")
+    faults = faults_of(file, source, tuple(tests)) if tests else []
     known = [line for lines in EQUIVALENT.get(file, {}).values() for line in lines]
     made = {fault.line for fault in faults}
     misfits = [f"{file}: no rule makes this: {line}" for line in known if line not in made]
     faults = [fault for fault in faults if fault.line not in known]
+    for right, wrong, test in HAND_WRITTEN.get(file, ()):
+        if source.count(right) == 1:
+            number = source.partition(right)[0].count("\n") + 1
+            faults.append(Fault(file, number, f"{right} -> {wrong}", (test,), source, right, wrong))
+        else:
+            misfits.append(f"{file}: found {source.count(right)} times instead of once: {right!r}")
     if lines:
         first, _, last = lines.partition("-")
         faults = [fault for fault in faults if int(first) <= fault.number <= int(last or first)]
@@ -360,7 +371,7 @@ class Order:
 def run_tests(fault, tests):
     """In a copy of the checkout: make the fault and run its tests -> pytest's exit code."""
     path = Path(fault.file)
-    if fault.tree:
+    if fault.whole:
         path.write_text(fault.source(), encoding="utf-8")
     date = zlib.crc32(path.read_bytes())  # by which Python finds the bytecode: another for each fault
     os.utime(path, (date, date))
@@ -480,8 +491,8 @@ def main(argv=None):
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
     args = parser.parse_args(argv)
     plan, misfits = {}, []
-    for file in args.files or TESTS:
-        if not (tests := args.tests or TESTS.get(file)):
+    for file in args.files or TESTS | HAND_WRITTEN:
+        if not (tests := args.tests or TESTS.get(file, ())) and args.files:
             parser.error(f"{file}: which tests? Give --tests")
         plan[file], wrong = chosen(file, tests, args.lines)
         misfits += wrong

@@ -55,21 +55,22 @@ def test_each_rule_makes_its_fault_and_text_is_left_alone():
     assert sorted(fault.line for fault in found) == sorted(FAULTS.strip().splitlines())
 
 
-@pytest.mark.parametrize("file", mutations.TESTS)
+@pytest.mark.parametrize("file", mutations.TESTS | mutations.HAND_WRITTEN)
 def test_the_lists_fit_the_code(file):
-    faults, misfits = mutations.chosen(file, mutations.TESTS[file])
+    faults, misfits = mutations.chosen(file, mutations.TESTS.get(file, ()))
     assert misfits == [] and faults
-    for path, _, name in (test.partition("::") for test in mutations.TESTS[file]):
+    for path, _, name in {test.partition("::") for fault in faults for test in fault.tests}:
         assert f"def {name.partition('[')[0]}" in (ROOT / path).read_text("utf-8"), (path, name)
 
 
-def test_a_list_that_does_not_fit_is_an_error(monkeypatch, tmp_path):
+def test_lists_that_do_not_fit_are_an_error(monkeypatch, tmp_path):
     (tmp_path / "right.py").write_text(RIGHT)
     monkeypatch.setattr(mutations, "ROOT", tmp_path)
     monkeypatch.setattr(mutations, "EQUIVALENT", {"right.py": {"why": ["return a + b - 0", "return 1"]}})
+    monkeypatch.setattr(mutations, "HAND_WRITTEN", {"right.py": [("a + b", "b", "t"), ("c", "d", "t")]})
     faults, misfits = mutations.chosen("right.py", ("t",))
-    assert [fault.line for fault in faults] == ["return a - b + 0", "return a + b + 1"]
-    assert misfits == ["right.py: no rule makes this: return 1"]
+    assert [fault.line for fault in faults] == ["return a - b + 0", "return a + b + 1", "a + b -> b"]
+    assert [line.split(": ")[-1] for line in misfits] == ["return 1", "'c'"]
     with pytest.raises(SystemExit, match="2"):
         mutations.main(["right.py", "--tests", "t"])
 
