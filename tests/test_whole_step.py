@@ -74,6 +74,10 @@ CASES = {
         "advantage group num_generations 2 kl_in loss gamma 1 target_kl 0.03 grad_clip 1.8 importance_cap 0 "
         "lr_warmup_steps 1"
     ),
+    "RLOO": NO_CRITIC
+    | options(
+        "advantage rloo num_generations 4 kl_in reward gamma 1 replay_batches 1 batch_size 8 ppo_epochs 1"
+    ),
     "CISPO, cut answers out": options(
         "kl_in reward policy_loss cispo clip_epsilon 0.1 clip_epsilon_high 0.2 mask_truncated 1 "
         "entropy_top 0.8 update_old_actor_freq 3 cliprange_value 0"
