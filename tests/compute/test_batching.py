@@ -32,23 +32,6 @@ def make_rollout(count=7, seed=0):
     return Rollout(tokens, prompt, response, torch.ones(count, dtype=torch.bool), **fields)
 
 
-def test_rows_cut_off_padding_keep_fields_together_and_have_tables_of_their_own():
-    rollout = make_rollout()
-    rollout.values = None
-    part = rollout.rows([4, 2, 0])
-    tokens, response = max(part.layout.lengths), int(part.response_len.max())
-    for name, x in part.filled().items():
-        whole = getattr(rollout, name)[[4, 2, 0]]
-        assert x.equal(whole[:, : tokens if name == "tokens" else response] if x.dim() == 2 else whole), name
-    assert part.values is None
-    assert part.layout.lengths == [rollout.layout.lengths[i] for i in (4, 2, 0)]
-    assert part.layout.prompt_len == part.prompt_len.tolist()
-    assert part.layout.response_len == part.response_len.tolist()
-    assert part.rows([2]).layout.lengths == rollout.layout.lengths[:1]  # rows of rows
-    texts = zip(rollout.tokens.tolist(), rollout.prompt_len, rollout.response_len, strict=True)
-    assert rollout.responses() == [ids[start : start + count] for ids, start, count in texts]
-
-
 def test_micro_batches_hold_each_row_once_within_the_budget_and_waste_little():
     """What fits in one pass is one micro-batch, however uneven the lengths: a second one would read all
     weights and add all gradients again."""

@@ -19,7 +19,6 @@ SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidd
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 KNOWN = {
     "llama": T.LlamaConfig(**SIZES),
-    "llama with biases": T.LlamaConfig(**SIZES, attention_bias=True),
     "qwen2": T.Qwen2Config(**SIZES),
     "qwen3": T.Qwen3Config(**SIZES, head_dim=16),
 }

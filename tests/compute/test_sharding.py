@@ -34,7 +34,7 @@ from trainer.compute.sharding import InStep, layers_of, shard
 from trainer.runs.distributed import init_world
 from trainer.runs.optimizer_step import clip_gradients, make_optimizer
 
-FEW = ("Llama, tied", "Qwen2", "Qwen3-MoE", "MiniMind 3 MoE")  # families
+FEW = ("Llama, tied", "Qwen3-MoE", "MiniMind 3 MoE")  # families
 PROMPT = 3  # tokens of a prompt
 RESPONSES = {0: (5, 2, 7), 1: (4, 6, 1, 3)}  # tokens of each process' responses
 
@@ -248,7 +248,7 @@ def failures(in_step, names):
     exact = 0 if two else 2e-6
     for name in names:
         cases[name] = partial(compare, families(name), in_step, loss=exact, gradient=exact)
-    for name in FEW:
+    for name in FEW[:2]:
         limits = {"loss": 1e-6, "gradient": 0 if two else 1e-5}
         if name == "Qwen3-MoE":  # its experts compute outside autocast, in the dtype of their weights
             limits = {"loss": 1, "gradient": 0.02}

@@ -39,7 +39,7 @@ def gpu(monkeypatch):
     return monkeypatch
 
 
-def plain(policy, rows=range(24), **more):
+def plain(policy, rows=range(16), **more):
     """What a CPU samples."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "CudaGraphs", CudaGraphs)
@@ -52,10 +52,10 @@ def expected(model):
     """The responses of a CPU to all prompts."""
     with pytest.MonkeyPatch.context() as patch:
         without_kernels(patch)
-        return draw(model, range(24)).responses()
+        return draw(model, range(16)).responses()
 
 
-def answers(sampler, rows=range(24), limit=10, temperature=1.0, seed=7):
+def answers(sampler, rows=range(16), limit=10, temperature=1.0, seed=7):
     rows = list(rows)
     keys = noise_keys(seed, 3, rows)
     return sampler.sample([PROMPTS[i] for i in rows], keys, [0], limit, temperature)
@@ -67,7 +67,7 @@ def test_captured_steps_sample_what_plain_steps_sample(model, gpu, slots):
     newer weights, after Ctrl-C and after a release: no token changes."""
     sampler = Sampler(model, slots=slots)
 
-    def check(policy=model, rows=range(24), limit=10, temperature=1.0):
+    def check(policy=model, rows=range(16), limit=10, temperature=1.0):
         expected = plain(policy, rows, max_gen_len=limit, temperature=temperature)
         rollout = answers(sampler, rows, limit, temperature)
         assert rollout.tokens.equal(expected.tokens)
@@ -79,12 +79,12 @@ def test_captured_steps_sample_what_plain_steps_sample(model, gpu, slots):
     check(rows=range(3), limit=4)
     captures = sampler.graphs.warm_ups
     first = check()  # longer prompts: another engine, with graphs of its own
-    assert sampler.sizes == (24, 16, 10)
+    assert sampler.sizes == (16, 16, 10)
     assert sampler.graphs.warm_ups == captures + len(sampler.graphs.captured)
     check(temperature=0.0)
     captured, engine_before = sampler.graphs.captured, sampler.engine
     rows, columns, temperatures = ({key[i] for key in captured} for i in range(3))
-    assert rows <= {1, 2, *range(4, 25, 4), min(slots, 24)}
+    assert rows <= {1, 2, *range(4, 17, 4), min(slots, 16)}
     assert len(rows) >= (3 if slots == 7 else 2)
     assert columns <= {4, 8, 16}
     assert temperatures == {1.0, 0.0}
@@ -125,7 +125,7 @@ class Replayed(RecordedGraphs):
 
 def test_steps_that_read_lengths_on_the_device_have_one_shape_for_each_row_count(model, monkeypatch):
     """Here it is the compiled attention of a CPU, on a GPU Triton's: columns make no further graphs."""
-    expected = draw(model, range(24))
+    expected = draw(model, range(16))
     monkeypatch.setattr(engine, "CudaGraphs", Replayed)
     monkeypatch.setattr(engine, "MIN_GRAPH_COLUMNS", 4)
     sampler = Sampler(model, slots=7)
@@ -135,7 +135,7 @@ def test_steps_that_read_lengths_on_the_device_have_one_shape_for_each_row_count
     assert rollout.responses() == expected.responses()
     assert (rollout.sampler_logprobs - expected.sampler_logprobs).abs().max() < 1e-5
     width = sampler.engine.cache.width
-    assert {key[:2] for key in sampler.graphs.captured} == {(1, width), (7, width)}
+    assert {key[:2] for key in sampler.graphs.captured} == {(4, width), (7, width)}
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Mistral", "Qwen3-MoE", "MiniMind 3 MoE"])
@@ -327,13 +327,13 @@ def test_a_cache_too_small_for_half_is_an_error_that_names_the_tokens(model, mon
 def test_an_engine_for_the_sizes_of_a_run_is_built_once(model, gpu, expected):
     built, init = [], engine.Engine.__init__
     gpu.setattr(engine.Engine, "__init__", lambda self, *args: built.append(args[1:3]) or init(self, *args))
-    sampler = Sampler(model, slots=7, sizes=(24, 6 + 10, 10))
-    for count, limit in ((2, 3), (24, 10), (9, 10)):
+    sampler = Sampler(model, slots=7, sizes=(16, 6 + 10, 10))
+    for count, limit in ((2, 3), (16, 10), (9, 10)):
         found = answers(sampler, range(count), limit).responses()
         assert found == [r[:limit] for r in expected[:count]]
-    assert built == [(7, (24, 16, 10))]
+    assert built == [(7, (16, 16, 10))]
     gpu.setattr(engine, "CudaGraphs", CudaGraphs)
-    sampler = Sampler(model, sizes=(24, 200, 100))  # a CPU: long prompts may never come, nor be room for them
+    sampler = Sampler(model, sizes=(16, 200, 100))  # a CPU: long prompts may never come, nor be room for them
     answers(sampler, range(3))
     assert sampler.sizes == (3, 13, 10)
 
@@ -352,7 +352,7 @@ def test_fewer_slots_where_the_cache_would_be_too_large(model, expected):
 
 def test_a_rollout_waits_for_its_checks_and_its_results(model, gpu):
     """The device's numbers are read once a check, and once where sequences have left."""
-    sampler, keys, pad = Sampler(model, slots=7), noise_keys(7, 3, range(24)), engine.pad_right
+    sampler, keys, pad = Sampler(model, slots=7), noise_keys(7, 3, range(16)), engine.pad_right
 
     def on_the_host(*args):
         with _disable_current_modes():
@@ -374,7 +374,7 @@ def test_a_rollout_waits_for_its_checks_and_its_results(model, gpu):
     with Waits(refuse=False) as waits:
         sampler.sample(PROMPTS, keys, [0], 10, 1.0)
     assert set(waits.found) <= {"lift_fresh"}  # lists that become tensors in pinned memory (``send``)
-    assert 3 < len(checks) < 24
+    assert 3 < len(checks) < 16
     assert as_rollout(*results[0]).responses() == wanted.responses()
 
 
