@@ -12,7 +12,6 @@ from tiny_tokenizers import TOKENIZERS, byte_level, ids_of
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trainer import train_ppo
-from trainer.compute.scoring import PolicyScorer
 from trainer.endings import load_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys, uniform
@@ -171,18 +170,6 @@ def test_in_half_precision_and_greedy_too(model):
         rollout = Sampler(model, dtype).sample(PROMPTS, KEYS, ENDS, 8, temperature, 5)
         assert rollout.response_len.min() >= 5
         assert rollout.sampler_logprobs.isfinite().all()
-
-
-def test_the_scorer_gives_the_log_probs_of_the_sampler(model):
-    rollout = Sampler(model).sample(PROMPTS, KEYS, ENDS, 8, 1.0, 5)
-    scorer = PolicyScorer(model, early_ends=EarlyEnds(5, tuple(ENDS)))
-    logprobs, entropy, _ = scorer(rollout.tokens, rollout.layout, 1.0)
-    assert (logprobs - rollout.sampler_logprobs).abs().max() < 1e-5
-    unmasked, more, _ = PolicyScorer(model)(rollout.tokens, rollout.layout, 1.0)
-    gap = (unmasked - rollout.sampler_logprobs).abs()
-    assert gap[:, :4].max() > 0.1
-    assert (gap * rollout.mask)[:, 4:].max() < 1e-5
-    assert (entropy[:, 4:] - more[:, 4:]).abs().max() < 1e-6
 
 
 def endings(*argv, tokenizer=None):
