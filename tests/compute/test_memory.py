@@ -14,7 +14,7 @@ from tiny import PYTHON, finish, run_files, start_script, tiny_llama
 from model.lora import frozen_copy
 from trainer import train_ppo
 from trainer.compute import memory, threads
-from trainer.compute.memory import HostMemory, free_in_groups, free_memory, peak_memory
+from trainer.compute.memory import HostMemory, free_in_groups, free_memory
 from trainer.evaluation import evaluate_actor
 
 CPU = torch.device("cpu")
@@ -68,13 +68,6 @@ def test_the_memory_of_a_gpu(monkeypatch):
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert free_memory(torch.device("cuda", 0)) == 60 + 15  # what torch holds and does not use is free for it
-
-
-def test_the_memory_of_a_run_without_the_module_resource(monkeypatch):
-    """What psutil says is of this moment (on Windows it has the peak too), and in bytes as well."""
-    peak = peak_memory()
-    monkeypatch.setitem(sys.modules, "resource", None)
-    assert 0.01 * peak < peak_memory() <= 1.1 * peak
 
 
 FREED = """
