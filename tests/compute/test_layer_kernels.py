@@ -21,8 +21,8 @@ from trainer.compute.kernels import kernels_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# [..., width]: tiles of several rows of which the last one is not full, an odd width, two numbers, a wide row,
-# a row that fills its tile
+# [..., width]: tiles of several rows of which the last one is not full, an odd width, two numbers, a wide
+# row, a row that fills its tile
 SHAPES = [(21, 100), (2, 3, 37), (1, 2), (2, 8192), (3, 1024)]
 
 

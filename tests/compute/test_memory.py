@@ -54,7 +54,6 @@ def test_a_container(groups):
 
 def test_the_free_memory_of_the_machine_is_shared_by_processes(monkeypatch):
     monkeypatch.setattr(memory, "free_in_groups", lambda: UNLIMITED)
-    assert free_memory(CPU) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8_000_000))
     assert free_memory(CPU) == 8_000_000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -15,23 +15,19 @@ from trainer.compute.threads import BUSY, QUIET, cpu_quota, hold_spare_teams
 pytestmark = pytest.mark.skipif(not LINUX, reason="other systems' threads are left as they are")
 
 
-@pytest.mark.parametrize(
-    ("own", "files", "quota"),
-    [
-        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),  # in a container
-        ("0::/\n", {"cpu.max": "max 100000\n"}, float("inf")),
-        ("0::/a\n", {"cpu.max": "400000 100000", "a/cpu.max": "300000 100000"}, 3.0),  # the smallest counts
-    ],
-)
-def test_the_quota_of_a_container(monkeypatch, own, files, quota, tmp_path):
+def test_the_quota_of_a_container(monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "CGROUPS", tmp_path / "groups")
     monkeypatch.setattr(threads, "OWN", tmp_path / "own")
     assert cpu_quota() == float("inf")  # there are no files
-    for name, text in files.items():
-        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "groups" / name).write_text(text)
-    (tmp_path / "own").write_text(own)
-    assert cpu_quota() == quota
+    (tmp_path / "groups/a").mkdir(parents=True)
+    (tmp_path / "own").write_text("0::/\n")
+    for limit, quota in (("250000 100000", 2.5), ("max 100000", float("inf")), ("400000 100000", 4.0)):
+        (tmp_path / "groups/cpu.max").write_text(f"{limit}\n")
+        assert cpu_quota() == quota
+    (tmp_path / "groups/a/cpu.max").write_text("300000 100000")
+    assert cpu_quota() == 4.0  # another group's
+    (tmp_path / "own").write_text("0::/a\n")
+    assert cpu_quota() == 3.0  # the smallest counts
 
 
 @pytest.mark.parametrize("spare_cpus", [0, 1])
