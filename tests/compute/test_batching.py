@@ -113,3 +113,16 @@ def test_a_micro_batch_never_waits_for_a_gpu(kl_in_reward, monkeypatch):
         metrics.add_all(info, count)
         loss.backward()
     assert metrics.sums(["value/loss"], World(0, 1, torch.device("cpu")))[0] > 0
+
+
+def test_metrics_are_gathered_in_one_piece():
+    """Numbers, tensors of several types and both kinds of counts -> the same as one by one, in fp64."""
+    metrics = Metrics()
+    metrics.add("a", torch.tensor(0.1), torch.tensor(3))
+    metrics.add("a", torch.tensor(0.2), 2)
+    metrics.add("b", 7, 1)
+    metrics.add("c", torch.tensor(5), torch.tensor(2.0))
+    sum_a = torch.tensor([0.1, 0.2]).double().sum().item()
+    alone = World(0, 1, torch.device("cpu"))
+    assert metrics.means(alone) == {"a": sum_a / 5, "b": 7.0, "c": 2.5}
+    assert metrics.sums(["c", "b"], alone) == [5.0, 7.0]
