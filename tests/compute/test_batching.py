@@ -11,9 +11,9 @@ from tiny import tiny_llama
 
 from model.critic import CriticModel
 from trainer import ppo
-from trainer.compute.batching import Layout, _ragged, micro_batches, pass_size
+from trainer.compute.batching import Layout, micro_batches, pass_size
 from trainer.compute.precision import LossScale
-from trainer.compute.rollout_data import Rollout, length_mask
+from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import PolicyScorer, ValueScorer, load_balance_loss, prepare_training
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
@@ -30,48 +30,6 @@ def make_rollout(count=7, seed=0):
     names = ("sampler_logprobs", "old_logprobs", "importance_weights", "ref_logprobs", "values", "rewards")
     fields = {name: torch.randn(shape, generator=generator) for name in (*names, "advantages", "returns")}
     return Rollout(tokens, prompt, response, torch.ones(count, dtype=torch.bool), **fields)
-
-
-def test_tables_are_those_of_the_masks():
-    rollout = make_rollout()
-    layout, mask = rollout.layout, rollout.mask
-    lengths = rollout.prompt_len + rollout.response_len
-    assert mask.equal(torch.arange(mask.shape[1]) < rollout.response_len[:, None])
-    assert (layout.lengths, layout.longest) == (lengths.tolist(), lengths.max())
-    assert layout.shape == mask.shape
-    assert layout.length.equal(lengths)
-    assert layout.starts.tolist() == [0, *lengths.cumsum(0).tolist()]
-    row, column = mask.nonzero(as_tuple=True)
-    real = length_mask(layout.length, rollout.tokens.shape[1])
-    assert torch.stack([layout.row, layout.position]).equal(real.nonzero().T)
-    assert layout.row[layout.predicted_by].equal(row)
-    assert layout.position[layout.predicted_by + 1].equal(rollout.prompt_len[row] + column)
-    assert layout.response.equal(mask.flatten().nonzero().squeeze(1))
-    flat = torch.randn(int(mask.sum()), requires_grad=True)
-    spread = layout.spread(flat)
-    assert spread.equal(torch.zeros(mask.shape).masked_scatter(mask, flat))
-    weights = torch.randn(mask.shape)
-    (gradient,) = torch.autograd.grad((spread * weights).sum(), flat)
-    assert gradient.equal(weights[mask])
-    row, column = _ragged([2, 0, 3])  # an empty row
-    assert (row.tolist(), column.tolist()) == ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
-
-
-def test_rows_cut_off_padding_keep_fields_together_and_have_tables_of_their_own():
-    rollout = make_rollout()
-    rollout.values = None
-    part = rollout.rows([4, 2, 0])
-    tokens, response = max(part.layout.lengths), int(part.response_len.max())
-    for name, x in part.filled().items():
-        whole = getattr(rollout, name)[[4, 2, 0]]
-        assert x.equal(whole[:, : tokens if name == "tokens" else response] if x.dim() == 2 else whole), name
-    assert part.values is None
-    assert part.layout.lengths == [rollout.layout.lengths[i] for i in (4, 2, 0)]
-    assert part.layout.prompt_len == part.prompt_len.tolist()
-    assert part.layout.response_len == part.response_len.tolist()
-    assert part.rows([2]).layout.lengths == rollout.layout.lengths[:1]  # rows of rows
-    texts = zip(rollout.tokens.tolist(), rollout.prompt_len, rollout.response_len, strict=True)
-    assert rollout.responses() == [ids[start : start + count] for ids, start, count in texts]
 
 
 def test_micro_batches_hold_each_row_once_within_the_budget_and_waste_little():
@@ -168,5 +126,3 @@ def test_metrics_are_gathered_in_one_piece():
     alone = World(0, 1, torch.device("cpu"))
     assert metrics.means(alone) == {"a": sum_a / 5, "b": 7.0, "c": 2.5}
     assert metrics.sums(["c", "b"], alone) == [5.0, 7.0]
-    with pytest.raises(KeyError):
-        metrics.sums(["d"], alone)

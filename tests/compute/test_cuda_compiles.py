@@ -5,9 +5,7 @@ GPU: this file runs itself as a program without the interpreter, records what th
 launch, and compiles that. A kernel which no row of ``CALLS`` launches is an error.
 """
 
-import importlib
 import os
-import pkgutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -102,16 +100,10 @@ def compile_all():
     """Compile what every row of ``CALLS`` launches. -> lines that say what is wrong"""
     from triton.runtime.jit import JITFunction
 
-    import trainer.compute.cuda as room
-    from trainer.compute.cuda import kernels
+    from trainer.compute.cuda import kernels, triton_kernels
 
-    names = [f"{room.__name__}.{module.name}" for module in pkgutil.iter_modules(room.__path__)]
-    known = {
-        x.fn.__name__: x
-        for name in names
-        for x in vars(importlib.import_module(name)).values()
-        if isinstance(x, JITFunction) and not x.fn.__name__.startswith("_")
-    }
+    found = {name: x for name, x in vars(triton_kernels).items() if isinstance(x, JITFunction)}
+    known = {name: x for name, x in found.items() if not name.startswith("_")}
     launches, wrong = set(), []
     for arch, dtype in TARGETS:
         kernels._multiplies_in_tensor_cores = lambda device, arch=arch: arch >= 80

@@ -21,9 +21,9 @@ from trainer.compute.kernels import kernels_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# [..., width]: two numbers, one row, an odd width, tiles of several rows of which the last one is not full, a
-# row that fills its tile, a wide row
-SHAPES = [(1, 2), (3, 16), (2, 3, 37), (37, 100), (3, 1024), (2, 8192)]
+# [..., width]: tiles of several rows of which the last one is not full, an odd width, two numbers, a wide
+# row, a row that fills its tile
+SHAPES = [(21, 100), (2, 3, 37), (1, 2), (2, 8192), (3, 1024)]
 
 
 @pytest.fixture(autouse=True)
@@ -109,15 +109,18 @@ def mixed(dtype):
     return torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32)
 
 
-def types_of(layers):
+def types_of(layers, case=None):
+    """case: the number of one of many, which Triton's interpreter, being slow, computes in one type."""
+    if case is not None and layers is kernels and DEVICE == "cpu":
+        return [DTYPES[case % 3]]
     return [dtype for dtype in DTYPES if dtype in layers.TYPES]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm(layers, shape):
+@pytest.mark.parametrize(("case", "shape"), enumerate(SHAPES))
+def test_rms_norm(layers, case, shape):
     """Training: x and the weight in fp32, delta and the result in ``dtype``."""
     x, weight, grad_s = numbers(*shape), 1 + 0.3 * numbers(shape[-1], seed=1), numbers(*shape, seed=3)
-    for dtype in types_of(layers):
+    for dtype in types_of(layers, case):
         delta, grad = (numbers(*shape, dtype=dtype, seed=i) for i in (4, 2))
         for change, more in ((None, None), (delta, None), (delta, grad_s)):
             leaves = [z.clone().requires_grad_() for z in (x, weight, *([] if change is None else [change]))]
@@ -160,12 +163,12 @@ def test_no_rows(layers):
     assert [z.shape for z in torch.autograd.grad(gated(x, up).sum(), [x, up])] == [(0, 96)] * 2
 
 
-@pytest.mark.parametrize(("heads", "dim"), [(1, 2), (14, 64), (3, 80), (5, 12), (3, 42)])
-def test_rotate(layers, heads, dim):
+@pytest.mark.parametrize(("case", "heads", "dim"), [(0, 3, 80), (1, 5, 12), (2, 1, 2)])
+def test_rotate(layers, case, heads, dim):
     angles = numbers(2, 7, 1, dim // 2, seed=1)
     cos, sin = (f(torch.cat([angles, angles], -1)) for f in (torch.cos, torch.sin))
     c, s = cos.double()[..., : dim // 2], sin.double()[..., : dim // 2]
-    for dtype in types_of(layers):
+    for dtype in types_of(layers, case):
         x = numbers(2, 7, heads, dim, dtype=dtype).requires_grad_()
         x1, x2 = x.detach().double().chunk(2, -1)
         turned = fused_layers._rotate(x, cos, sin)
@@ -174,10 +177,10 @@ def test_rotate(layers, heads, dim):
         assert_near(back, torch.cat([x1 * c + x2 * s, x2 * c - x1 * s], -1), dtype)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (9, 31), (9, 48), (3, 2, 1100)])
-def test_silu_mul(layers, shape):
+@pytest.mark.parametrize(("case", "shape"), enumerate([(40, 31), (3, 1, 1100), (1, 2)]))
+def test_silu_mul(layers, case, shape):
     """Two tensors, or the two halves of one."""
-    for dtype in types_of(layers):
+    for dtype in types_of(layers, case):
         gate, up, grad = (3 * numbers(*shape, dtype=dtype, seed=i) for i in range(3))
         doubles = [z.double().requires_grad_() for z in (gate, up)]
         exact = F.silu(doubles[0]) * doubles[1]
@@ -201,14 +204,15 @@ def test_gates_at_the_ends_of_what_fp32_holds(layers):
 
 
 # query heads, groups, head_dim, window, whether heads are normed
-HEADS = [(4, 4, 16, None, 0), (6, 2, 20, 3, 1), (7, 1, 6, None, 1), (14, 2, 64, 9, 0), (14, 1, 128, 1, 0)]
-HEADS += [(4, 2, 80, 7, 1), (34, 1, 16, 40, 0)]
+HEADS = [(4, 4, 16, None, 0), (6, 2, 20, 3, 1), (7, 1, 6, None, 1), (4, 2, 80, 7, 1), (34, 1, 16, 40, 0)]
+HEADS += [(14, 1, 128, 1, 0)]
 
 
-@pytest.mark.parametrize(("heads", "groups", "dim", "window", "normed"), HEADS)
-def test_decoding(layers, heads, groups, dim, window, normed):
+@pytest.mark.parametrize("case", range(len(HEADS)))
+def test_decoding(layers, case):
     """A new token is normed, rotated and kept, and attends to its row of the cache, as in fp64. Rows at the
     first and the last column, and between. What a row has not reached holds NaN."""
+    heads, groups, dim, window, normed = HEADS[case]
     block, n = layers.lanes(), 4
     width = 75 + (-75 % block if block else 0)
     positions = torch.tensor([0, width - 1, 33, 15], device=DEVICE)
@@ -216,7 +220,7 @@ def test_decoding(layers, heads, groups, dim, window, normed):
     empty = F.pad(~reached, (0, 0, 0, 1), value=True)[:, None, :, None]  # and a row that is not live
     place = torch.arange(n, device=DEVICE), slice(None), positions
     angle = numbers(n, 1, 1, dim // 2, seed=4)
-    for dtype in types_of(layers):
+    for dtype in types_of(layers, case):
         near = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
         cache = [numbers(n + 1, groups, width, dim, dtype=dtype, seed=i) for i in (1, 2)]
         cache = [x.masked_fill(empty, torch.nan) for x in cache]

@@ -31,26 +31,24 @@ def functions(request, monkeypatch):
     return request.param
 
 
-def chunks(monkeypatch, numbers, kept):
-    """A chunk has so many logits; of at most ``kept`` numbers something is kept for the gradient."""
-    monkeypatch.setattr(logprobs, "CHUNK", {"cpu": numbers})
+COUNT = 17  # tokens
+ONE, SEVERAL, AGAIN = (999, 1 << 20), (7, 1 << 20), (7, 0)  # one chunk, several, several computed again
+
+
+def cut(monkeypatch, tokens, kept, size=50):
+    """A chunk has so many tokens; of at most ``kept`` numbers something is kept for the gradient."""
+    monkeypatch.setattr(logprobs, "CHUNK", {"cpu": tokens * size})
     monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(logprobs, "MAX_KEPT", {"cpu": kept})
 
 
-@pytest.fixture(params=["one chunk, kept", "chunks, kept", "chunks, computed again"])
-def sizes(request, monkeypatch):
-    if request.param != "one chunk, kept":
-        chunks(monkeypatch, 7 * 50, 0 if "again" in request.param else 1 << 20)
-
-
 def draw(spread=1.0, bias=True, size=50):
-    """A head of ``size`` tokens whose logits vary by ``spread``, 33 states, targets, upstream gradients."""
+    """A head of ``size`` tokens whose logits vary by ``spread``, states, targets, upstream gradients."""
     torch.manual_seed(0)
-    head, states = torch.nn.Linear(16, size, bias=bias), torch.randn(33, 16)
+    head, states = torch.nn.Linear(16, size, bias=bias), torch.randn(COUNT, 16)
     with torch.no_grad():
         head.weight.mul_(spread)
-    return head, states, torch.randint(size, (33,)), torch.randn(2, 33)
+    return head, states, torch.randint(size, (COUNT,)), torch.randn(2, COUNT)
 
 
 def gradients(head, states, targets, upstream, forbid_=None, dtype=None, learn_entropy=True, temperature=0.7):
@@ -83,19 +81,20 @@ def same(ours, wanted, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    ("drawn", "temperature", "tolerance"),
+    ("sizes", "drawn", "temperature"),
     [
-        ({}, 1.0, 1e-5),
-        ({"bias": False, "size": 1}, 0.7, 1e-5),
-        ({"bias": False, "size": 16}, 1.0, 1e-5),
-        ({"size": 3000}, 0.7, 1e-5),
-        ({"spread": 40.0}, 0.5, 3e-5),  # probabilities down to e^-100 and below
+        (ONE, {}, 1.0),
+        (ONE, {"size": 3000}, 0.7),
+        (ONE, {"bias": False, "size": 1}, 0.7),
+        (ONE, {"spread": 40.0}, 0.5),  # probabilities down to e^-100 and below
+        (SEVERAL, {"bias": False, "size": 16}, 1.0),
+        (AGAIN, {"spread": 40.0}, 0.7),
     ],
-    ids=str,
 )
-def test_values_and_gradients_are_those_of_autograd(sizes, drawn, temperature, tolerance):
+def test_values_and_gradients_are_those_of_autograd(monkeypatch, sizes, drawn, temperature):
+    cut(monkeypatch, *sizes, drawn.get("size", 50))
     ours, wanted = (f(*draw(**drawn), temperature=temperature) for f in (gradients, exact_gradients))
-    same(ours, wanted, tolerance)
+    same(ours, wanted, 3e-5 if "spread" in drawn else 1e-5)
 
 
 @torch.no_grad()
@@ -115,27 +114,31 @@ def test_impossible_targets_and_logits_that_are_no_numbers(functions):
         assert entropy[2].exp().item() == pytest.approx(300, rel=1e-4)
 
 
-def test_ids_that_come_too_early_have_no_probability_and_no_gradient(sizes):
-    """Two responses of 20 and 13 tokens; ids 3 and 49 may not be among the first five of each."""
+@pytest.mark.parametrize("sizes", [SEVERAL, AGAIN])
+def test_ids_that_come_too_early_have_no_probability_and_no_gradient(monkeypatch, sizes):
+    """Two responses of 10 and 7 tokens; ids 3 and 49 may not be among the first five of each."""
+    cut(monkeypatch, *sizes)
     head, states, targets, upstream = draw()
     targets = targets.clamp(4, 48)
-    targets[[5, 19, 32]] = torch.tensor([3, 3, 49])  # where they may be
-    forbid_ = EarlyEnds(6, [3, 49, 1000]).of(Layout.of_responses([2, 4], [20, 13]))  # no model has id 1000
-    early = torch.tensor([*range(5), *range(20, 25)])
-    mask = torch.zeros(33, 50, dtype=torch.bool)
+    targets[[5, 9, 16]] = torch.tensor([3, 3, 49])  # where they may be
+    forbid_ = EarlyEnds(6, [3, 49, 1000]).of(Layout.of_responses([2, 4], [10, 7]))  # no model has id 1000
+    early = torch.tensor([*range(5), *range(10, 15)])
+    mask = torch.zeros(COUNT, 50, dtype=torch.bool)
     mask[early[:, None], torch.tensor([3, 49])] = True
     ours = gradients(head, states, targets, upstream, forbid_)
     same(ours, exact_gradients(head, states, targets, upstream, mask))
 
 
-def test_in_half_precision_they_are_near(sizes):
-    for dtype, tolerance in ((torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
+def test_in_half_precision_they_are_near(monkeypatch):
+    for dtype, tolerance, sizes in ((torch.float16, 4e-3, AGAIN), (torch.bfloat16, 3e-2, ONE)):
+        cut(monkeypatch, *sizes)
         for ours, exact in zip(gradients(*draw(), dtype=dtype), exact_gradients(*draw()), strict=True):
             assert 0 < (ours - exact).norm() < tolerance * exact.norm()
 
 
-def test_without_learn_entropy_it_has_no_gradient_and_the_rest_has_the_same_bits(sizes):
+def test_without_learn_entropy_it_has_no_gradient_and_the_rest_has_the_same_bits(monkeypatch):
     """With it, and no weight on the entropy, the log-probs' gradient differs by rounding at most."""
+    cut(monkeypatch, *AGAIN)
     head, states, targets, upstream = draw()
     upstream[1] = 0
     plain, learned = (gradients(head, states, targets, upstream, learn_entropy=x) for x in (False, True))
@@ -146,8 +149,28 @@ def test_without_learn_entropy_it_has_no_gradient_and_the_rest_has_the_same_bits
     assert not any(x.requires_grad for x in found)
 
 
-def test_the_logits_of_a_chunk_are_freed_before_the_next(monkeypatch):
-    chunks(monkeypatch, 7 * 50, 0)
+class Operations(TorchDispatchMode):
+    """Notes every operation with the types of its arguments, and the largest tensor of floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append((str(function), [getattr(x, "dtype", None) for x in args]))
+        result = function(*args, **(kwargs or {}))
+        tensors = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.largest = max(self.largest, *(x.numel() * x.is_floating_point() for x in tensors), 0)
+        return result
+
+
+@pytest.mark.parametrize(("chunk", "kept", "products"), [(12, 12, 3), (5, 0, 12)])
+def test_logits_are_computed_again_only_if_they_are_several_chunks(monkeypatch, chunk, kept, products):
+    """Three products a chunk: logits, gradient of the states, of the weight; a fourth for logits again. The
+    largest tensor made on the way is one chunk of logits, and it is freed before the next."""
+    cut(monkeypatch, chunk, kept * 500, 500)
+    head, states = torch.nn.Linear(4, 500, bias=False), torch.randn(12, 4, requires_grad=True)
     computed, before = logprobs.head_logits, []
 
     def watched(*args):
@@ -157,38 +180,13 @@ def test_the_logits_of_a_chunk_are_freed_before_the_next(monkeypatch):
         return logits
 
     monkeypatch.setattr(logprobs, "head_logits", watched)
-    gradients(*draw())
-
-
-class Operations(TorchDispatchMode):
-    """Notes every operation with its arguments, and the largest tensor of floats that one returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-        self.largest = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append((str(function), args))
-        result = function(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
-                self.largest = max(self.largest, x.numel())
-        return result
-
-
-@pytest.mark.parametrize(("chunk", "kept", "products"), [(12, 12, 3), (5, 0, 12)])
-def test_logits_are_computed_again_only_if_they_are_several_chunks(monkeypatch, chunk, kept, products):
-    """Three products a chunk: logits, gradient of the states, of the weight; a fourth for logits again. The
-    largest tensor made on the way is one chunk of logits."""
-    chunks(monkeypatch, chunk * 500, kept * 500)
-    head, states = torch.nn.Linear(4, 500, bias=False), torch.randn(12, 4, requires_grad=True)
     with Operations() as done:
         token_logprobs(head, states, torch.randint(500, (12,)), 1.0)[0].sum().backward()
     assert sum(name.startswith(("aten.mm", "aten.addmm")) for name, _ in done.seen) == products
     assert done.largest == chunk * 500
 
 
+@pytest.mark.parametrize("functions", ["torch's functions"], indirect=True)
 def test_logits_are_fp32_on_a_gpu_and_products_are_in_the_dtype():
     """Tensors without numbers stand for those of a GPU: only what is asked of it is known."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -197,8 +195,8 @@ def test_logits_are_fp32_on_a_gpu_and_products_are_in_the_dtype():
             for b in (None, bias):
                 logits = logprobs.head_logits(states, weight, b, dtype)
                 assert (logits.dtype, logits.shape, logits.is_cuda) == (torch.float32, (3, 20), True)
-        products = [args for name, args in asked.seen if name.startswith("aten.mm")]
-        assert [args[0].dtype for args in products] == [args[1].dtype for args in products] == [dtype] * 2
+        products = [types for name, types in asked.seen if name.startswith("aten.mm")]
+        assert [types[:2] for types in products] == [[dtype] * 2] * 2
     states, weight = torch.randn(3, 8), torch.randn(20, 8)
     assert logprobs.head_logits(states, weight, None, torch.bfloat16).dtype == torch.bfloat16
     torch.testing.assert_close(logprobs.head_logits(states, weight, None, torch.float32), states @ weight.T)

@@ -54,28 +54,6 @@ def test_in_other_types_there_is_none_and_a_checkpoint_keeps_it():
     assert scale.value == 512.0
 
 
-def gradient(upstream, scale=None):
-    """The gradient of a weight of 1 in fp16 under autocast, where that of its product is ``upstream``."""
-    layer = torch.nn.Linear(1, 1, bias=False)
-    layer.weight.data.fill_(1.0)
-    with torch.autocast("cpu", FP16):
-        y = layer(torch.ones(1, 1))
-    loss = (y.float() * upstream).sum()
-    (loss * scale.value if scale else loss).backward()
-    if scale:
-        scale.unscale(layer)
-    return layer.weight.grad.item()
-
-
-def test_small_gradients_survive_and_those_that_fp16_can_hold_are_the_same():
-    assert gradient(1e-8) == 0.0
-    assert gradient(1e-8, LossScale(FP16)) == pytest.approx(1e-8, rel=1e-3)
-    for upstream in (1.0, -0.25, 1 / 3, 2.0**-10):
-        scale = LossScale(FP16)
-        scale.value = 2.0**12
-        assert gradient(upstream) == gradient(upstream, scale) != 0
-
-
 def moments(run):
     states = [learner.optimizer.state_dict()["state"] for learner in run.learners.values()]
     return [x.clone() for state in states for p in state.values() for x in p.values()]
@@ -86,7 +64,7 @@ def test_an_overflow_is_skipped_and_counted_until_the_scale_is_low_enough(files)
     rollout, _ = filled_rollout(run, prompts)
     train_ppo.update(run, rollout, 0, Metrics())  # momentum exists now
     assert run.progress.skipped_steps == 0
-    run.loss_scale.value, overflows, adapt = 2.0**40, [], run.loss_scale.adapt
+    run.loss_scale.value, overflows, adapt = 2.0**30, [], run.loss_scale.adapt
     run.loss_scale.adapt = lambda finite: overflows.append(not finite) or adapt(finite)
     before, metrics = (copy.deepcopy(weights(run)), moments(run)), Metrics()
     train_ppo.update(run, rollout, 1, metrics)
@@ -94,16 +72,16 @@ def test_an_overflow_is_skipped_and_counted_until_the_scale_is_low_enough(files)
     assert same(before[1], moments(run))
     means = metrics.means(ALONE)
     assert means["policy/skipped_steps"] == 1.0
-    assert means["perf/loss_scale"] == (2**40 + 2**39) / 2
-    for step in range(2, 20):  # more than MAX_BAD_STEPS of them do not end the run
+    assert means["perf/loss_scale"] == (2**30 + 2**29) / 2
+    for step in range(2, 10):  # more than MAX_BAD_STEPS of them do not end the run
         train_ppo.update(run, rollout, step, Metrics())
     assert not same(before[0], weights(run))
     assert all(w.isfinite().all() for w in weights(run))
     assert run.progress.bad_steps == 0
     # The models share the scale: it is halved once a minibatch, whether one of them overflows or both do.
-    assert len(overflows) == 2 * 19
-    assert run.loss_scale.value == 2.0 ** (40 - sum(overflows))
-    assert 6 < sum(overflows) < 36
+    assert len(overflows) == 2 * 9
+    assert run.loss_scale.value == 2.0 ** (30 - sum(overflows))
+    assert 6 < sum(overflows) < 16
     assert sum(overflows) < run.progress.skipped_steps < 2 * sum(overflows)
 
 

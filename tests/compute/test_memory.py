@@ -14,7 +14,7 @@ from tiny import PYTHON, finish, run_files, start_script, tiny_llama
 from model.lora import frozen_copy
 from trainer import train_ppo
 from trainer.compute import memory, threads
-from trainer.compute.memory import HostMemory, free_in_groups, free_memory, peak_memory
+from trainer.compute.memory import HostMemory, free_in_groups, free_memory
 from trainer.evaluation import evaluate_actor
 
 CPU = torch.device("cpu")
@@ -38,7 +38,8 @@ def groups(monkeypatch, tmp_path):
 def test_a_container(groups):
     """The tightest of its own group and those above it; pages of files can be taken back."""
     threads.OWN.write_text("1:name=systemd:/x\n0::/a/b\n")
-    assert free_in_groups() == UNLIMITED
+    assert free_in_groups() == UNLIMITED  # there are no files
+    write(groups, memory__max="lots", memory__current=1)
     write(groups / "a/b", memory__max="max", memory__current=5)
     assert free_in_groups() == UNLIMITED
     stat = "anon 7\nactive_file 100\ninactive_file 20"
@@ -46,19 +47,13 @@ def test_a_container(groups):
     assert free_in_groups() == 1000 - 600 + 120
     write(groups / "a/b", memory__max=800, memory__current=500, memory__stat="active_file 0\ninactive_file 0")
     assert free_in_groups() == 300
-
-
-@pytest.mark.parametrize("content", ["0::\n", "", "what\n"])
-def test_files_that_say_something_else_set_no_limit(groups, content):
-    assert free_in_groups() == UNLIMITED  # there are no files
-    threads.OWN.write_text(content)
-    write(groups, memory__max="lots", memory__current=1)
-    assert free_in_groups() == UNLIMITED
+    for content in ("0::\n", "", "what\n"):  # of another system
+        threads.OWN.write_text(content)
+        assert free_in_groups() == UNLIMITED
 
 
 def test_the_free_memory_of_the_machine_is_shared_by_processes(monkeypatch):
     monkeypatch.setattr(memory, "free_in_groups", lambda: UNLIMITED)
-    assert free_memory(CPU) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8_000_000))
     assert free_memory(CPU) == 8_000_000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -72,13 +67,6 @@ def test_the_memory_of_a_gpu(monkeypatch):
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert free_memory(torch.device("cuda", 0)) == 60 + 15  # what torch holds and does not use is free for it
-
-
-def test_the_memory_of_a_run_without_the_module_resource(monkeypatch):
-    """What psutil says is of this moment (on Windows it has the peak too), and in bytes as well."""
-    peak = peak_memory()
-    monkeypatch.setitem(sys.modules, "resource", None)
-    assert 0.01 * peak < peak_memory() <= 1.1 * peak
 
 
 FREED = """
@@ -142,7 +130,7 @@ def test_what_a_trained_model_shares_stays(pinned):
     assert len(shared) == 3
 
 
-@pytest.mark.parametrize("lora_r", [0, 2])
+@pytest.mark.parametrize("lora_r", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_with_offload_is_the_same_and_scores_with_models_on_the_device(tmp_path, lora_r, pinned):
     """A phase that forgot to fetch its model would compute with the waiting copy, which is made wrong."""
     files, results = run_files(tmp_path, count=16), []

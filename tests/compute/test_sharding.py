@@ -34,7 +34,7 @@ from trainer.compute.sharding import InStep, layers_of, shard
 from trainer.runs.distributed import init_world
 from trainer.runs.optimizer_step import clip_gradients, make_optimizer
 
-FEW = ("Llama, tied", "Qwen2", "Qwen3-MoE", "MiniMind 3 MoE")  # families
+FEW = ("Llama, tied", "Qwen3-MoE", "MiniMind 3 MoE")  # families
 PROMPT = 3  # tokens of a prompt
 RESPONSES = {0: (5, 2, 7), 1: (4, 6, 1, 3)}  # tokens of each process' responses
 
@@ -167,19 +167,9 @@ class Experts(GradientCheckpointingLayer):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
 
-    def forward(self, x, expert):
-        return self.experts[expert](x)
-
-
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Experts() for _ in range(2))
-
-    def forward(self, x, expert):
-        for layer in self.layers:
-            x = layer(x, expert)
-        return x.sum()
+    def forward(self, given):
+        x, expert = given
+        return self.experts[expert](x), expert
 
 
 def unreached(in_step):
@@ -187,12 +177,12 @@ def unreached(in_step):
     would be those of different experts, and nothing would say so."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return
-    model, world = Layers(), in_step.world
+    model, world = nn.Sequential(Experts(), Experts()), in_step.world
     plain = copy.deepcopy(model)
     shard(model, in_step, torch.float32)
-    model(torch.ones(2, 6) * (1 + world.rank), world.rank % 2).backward()
-    for rank in range(world.size):
-        plain(torch.ones(2, 6) * (1 + rank), rank % 2).backward()
+    for net, given in ((model, [world.rank]), (plain, range(world.size))):
+        for rank in given:
+            net((torch.ones(2, 6) * (1 + rank), rank % 2))[0].sum().backward()
     wanted = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained(plain)]
     assert furthest([p.grad for p in trained(model)], wanted) < 1e-6
 
@@ -248,7 +238,7 @@ def failures(in_step, names):
     exact = 0 if two else 2e-6
     for name in names:
         cases[name] = partial(compare, families(name), in_step, loss=exact, gradient=exact)
-    for name in FEW:
+    for name in FEW[:2]:
         limits = {"loss": 1e-6, "gradient": 0 if two else 1e-5}
         if name == "Qwen3-MoE":  # its experts compute outside autocast, in the dtype of their weights
             limits = {"loss": 1, "gradient": 0.02}

@@ -1,15 +1,13 @@
 """CPU threads: a container's quota, and threads that sleep while others use the CPUs."""
 
 import os
-import subprocess
-import sys
 import threading
 from argparse import Namespace
 from threading import Event
 
 import psutil
 import pytest
-from tiny import LINUX, ROOT
+from tiny import LINUX, PYTHON, finish, start_script
 
 from trainer.compute import threads
 from trainer.compute.threads import BUSY, QUIET, cpu_quota, hold_spare_teams
@@ -17,23 +15,19 @@ from trainer.compute.threads import BUSY, QUIET, cpu_quota, hold_spare_teams
 pytestmark = pytest.mark.skipif(not LINUX, reason="other systems' threads are left as they are")
 
 
-@pytest.mark.parametrize(
-    ("own", "files", "quota"),
-    [
-        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),  # in a container
-        ("0::/\n", {"cpu.max": "max 100000\n"}, float("inf")),
-        ("0::/a\n", {"cpu.max": "400000 100000", "a/cpu.max": "300000 100000"}, 3.0),  # the smallest counts
-    ],
-)
-def test_the_quota_of_a_container(monkeypatch, own, files, quota, tmp_path):
+def test_the_quota_of_a_container(monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "CGROUPS", tmp_path / "groups")
     monkeypatch.setattr(threads, "OWN", tmp_path / "own")
     assert cpu_quota() == float("inf")  # there are no files
-    for name, text in files.items():
-        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "groups" / name).write_text(text)
-    (tmp_path / "own").write_text(own)
-    assert cpu_quota() == quota
+    (tmp_path / "groups/a").mkdir(parents=True)
+    (tmp_path / "own").write_text("0::/\n")
+    for limit, quota in (("250000 100000", 2.5), ("max 100000", float("inf")), ("400000 100000", 4.0)):
+        (tmp_path / "groups/cpu.max").write_text(f"{limit}\n")
+        assert cpu_quota() == quota
+    (tmp_path / "groups/a/cpu.max").write_text("300000 100000")
+    assert cpu_quota() == 4.0  # another group's
+    (tmp_path / "own").write_text("0::/a\n")
+    assert cpu_quota() == 3.0  # the smallest counts
 
 
 @pytest.mark.parametrize("spare_cpus", [0, 1])
@@ -60,11 +54,9 @@ def test_when_threads_sleep(spare_cpus, monkeypatch):
 
 
 CODE = """
-import time
-from trainer.compute import threads
-threads.set_up_threads()
-import os, psutil, torch
+import os, psutil, sys, threading, time, torch
 from pathlib import Path
+from trainer.compute import threads
 
 def tasks(wanted):  # how many threads this process has, once there are as many as wanted, or after a while
     for _ in range(3000):
@@ -73,35 +65,39 @@ def tasks(wanted):  # how many threads this process has, once there are as many 
         time.sleep(0.02)
     return n
 
+def set_up(**given):  # as at the start, when torch is not there yet
+    os.environ |= given
+    del sys.modules["torch"]
+    threads.set_up_threads()
+    sys.modules["torch"] = torch
+    return [os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")]
+
 threads.PERIOD = 0.05
 psutil.cpu_percent = lambda percpu: [1000.0] * 99  # others compute on every CPU
 torch.set_num_threads(2)
 x = torch.ones(1 << 20)
 before = (x * 3).sum()
+assert set_up(OMP_WAIT_POLICY="active", GOMP_SPINCOUNT="7") == ["active", "7"]
+with threads.sleep_when_busy("cpu"):
+    assert threading.active_count() == 1
+del os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"]
+threads.set_up_threads()
+assert "OMP_WAIT_POLICY" not in os.environ  # torch has read it already
+assert set_up() == ["passive", "300000"]
 quiet = len(list(Path("/proc/self/task").iterdir()))
 count = len(os.sched_getaffinity(0)) - 1
 with threads.sleep_when_busy("cpu"):
-    busy = tasks(quiet + 1 + 2 * count)
-    same = bool((x * 3).sum() == before)
-waits = os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"]
-print(*waits, busy - quiet - 1 - 2 * count, tasks(quiet) - quiet, same)
+    assert tasks(quiet + 1 + 2 * count) == quiet + 1 + 2 * count
+    assert (x * 3).sum() == before
+assert tasks(quiet) == quiet
 """
 
 
-@pytest.mark.parametrize(
-    ("given", "policy"),
-    [({}, ["passive", "300000"]), ({"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "7"}, ["active", "7"])],
-)
-def test_spare_teams_exist_while_the_machine_is_busy_and_no_longer(given, policy):
+def test_spare_teams_exist_while_the_machine_is_busy_and_no_longer(tmp_path):
     """The watcher, and each holder with its one worker, are threads of the process. What the user has set
     stays, and then nothing is watched."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
-    code = CODE if not given else CODE.replace("range(3000)", "range(20)")
-    more = {"env": clean | given, "capture_output": True, "text": True, "check": True}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, **more)
-    *found, missing, left, same = done.stdout.split()
-    assert (found, left, same) == (policy, "0", "True")
-    assert (missing == "0") == (not given)
+    (tmp_path / "spare.py").write_text(CODE)
+    finish(start_script([PYTHON, str(tmp_path / "spare.py")], {}))
 
 
 def test_enough_teams_to_have_more_threads_than_cpus(monkeypatch):

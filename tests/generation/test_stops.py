@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from tiny_tokenizers import TOKENIZERS, byte_level, ids_of
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trainer import train_ppo
-from trainer.compute.scoring import PolicyScorer
 from trainer.endings import load_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys, uniform
@@ -92,24 +92,21 @@ def test_the_table_finds_what_searching_every_prefix_finds(kind):
 def test_by_hand():
     tokenizer = byte_level()
     ids = tokenizer.get_vocab()
-    new_line = ids["Ċ"]
     wanted = StopStrings(["\n\n"], tokenizer)
     assert wanted.table.shape == (2, len(ids) + 1)
     assert wanted.table[:, -1].tolist() == [0, 1]  # an id that the tokenizer does not have
-    assert wanted.table[:, new_line].tolist() == [1, 3]  # the second completes it, and may begin another
-    assert wanted.table[:, ids["Ċa"]].tolist() == [0, 2]
-    tokens = [ids["a"], ids["bĊ"], ids["Ċa"], ids["c"]]
+    assert wanted.table[:, ids["Ċ"]].tolist() == [1, 3]  # the second completes it, and may begin another
+    tokens = [ids[name] for name in ("a", "bĊ", "Ċa", "b", "Ċ", "Ċ")]
     assert (end_of(wanted, tokens[:2]), end_of(wanted, tokens)) == (None, 3)
     assert wanted.cut(tokens[:3]) == "ab"
-    tokens = [*tokens[:3], ids["b"], new_line, new_line]
     assert end_of(wanted, tokens, least=4) == 6
     assert wanted.cut(tokens) == "ab\n\nab"
     assert wanted.cut([ids["a"], ids["</s>"]]) == "a"
     assert wanted.cut([ids["a"], ids["ĊĊ"], ids["</s>"]]) == "a\n\n"  # ignored, and then an EOS
 
 
-PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
-KEYS = noise_keys(7, 3, range(24))
+PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(16)]
+KEYS = noise_keys(7, 3, range(16))
 WORDS = list("abcdefghij")
 ENDS = [0, 7]
 
@@ -141,10 +138,7 @@ def by_hand(model, least, stops):
     return found
 
 
-@pytest.mark.parametrize(
-    ("device", "slots"),
-    [("CPU", 1), ("CPU", 5), ("CPU", 64), ("CPU without a compiler", 5), ("GPU", 7), ("GPU", 64)],
-)
+@pytest.mark.parametrize(("device", "slots"), [("CPU", 5), ("CPU without a compiler", 64), ("GPU", 7)])
 def test_whatever_ends_a_response_nothing_else_changes(model, wanted, slots, device, monkeypatch):
     """A GPU makes several steps between two checks for finished sequences, which decode on. One sampler for
     all calls: what it has captured and left of others is not used."""
@@ -153,9 +147,9 @@ def test_whatever_ends_a_response_nothing_else_changes(model, wanted, slots, dev
     if device == "GPU":
         sample_as_on_a_gpu(monkeypatch)
     sampler, seen = Sampler(model, slots=slots), []
-    for least, stops in ((0, wanted), (0, None), (5, None), (2, wanted), (1, None), (10, None), (6, wanted)):
+    for least, stops in ((0, wanted), (0, None), (5, None), (2, wanted), (6, wanted)):
         cases = by_hand(model, least, stops)
-        for rows in (range(24), range(3, 12)):
+        for rows in (range(16), range(3, 9)):
             keys, prompts = KEYS[list(rows)], [PROMPTS[row] for row in rows]
             rollout = sampler.sample(prompts, keys, ENDS, 10, 1.0, least, stops)
             assert rollout.responses() == [cases[row][0] for row in rows]
@@ -165,30 +159,17 @@ def test_whatever_ends_a_response_nothing_else_changes(model, wanted, slots, dev
             with torch.inference_mode():
                 sampler.engine.begun.fill_(1)  # what the last ones have left
         seen.append((min(len(ids) for ids, _ in cases), sum(finished for _, finished in cases)))
-    assert [shortest for shortest, _ in seen] == [1, 1, 5, 2, 1, 10, 6]
-    assert seen[0][1] > seen[1][1] and all(0 < finished < 24 for _, finished in seen)
+    assert [shortest for shortest, _ in seen] == [1, 1, 5, 2, 6]
+    assert seen[0][1] > seen[1][1] and all(0 < finished < 16 for _, finished in seen)
     assert bool(sampler.graphs.captured) == (device == "GPU")
     assert [bool(EarlyEnds(least, (0,))) for least in (0, 1, 2)] == [False, False, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_in_half_precision_and_greedy_too(model, dtype, temperature):
-    rollout = Sampler(model, dtype).sample(PROMPTS, KEYS, ENDS, 8, temperature, 5)
-    assert rollout.response_len.min() >= 5
-    assert rollout.sampler_logprobs.isfinite().all()
-
-
-def test_the_scorer_gives_the_log_probs_of_the_sampler(model):
-    rollout = Sampler(model).sample(PROMPTS, KEYS, ENDS, 8, 1.0, 5)
-    scorer = PolicyScorer(model, early_ends=EarlyEnds(5, tuple(ENDS)))
-    logprobs, entropy, _ = scorer(rollout.tokens, rollout.layout, 1.0)
-    assert (logprobs - rollout.sampler_logprobs).abs().max() < 1e-5
-    unmasked, more, _ = PolicyScorer(model)(rollout.tokens, rollout.layout, 1.0)
-    gap = (unmasked - rollout.sampler_logprobs).abs()
-    assert gap[:, :4].max() > 0.1
-    assert (gap * rollout.mask)[:, 4:].max() < 1e-5
-    assert (entropy[:, 4:] - more[:, 4:]).abs().max() < 1e-6
+def test_in_half_precision_and_greedy_too(model):
+    for dtype, temperature in product((torch.bfloat16, torch.float16), (0.0, 1.0)):
+        rollout = Sampler(model, dtype).sample(PROMPTS, KEYS, ENDS, 8, temperature, 5)
+        assert rollout.response_len.min() >= 5
+        assert rollout.sampler_logprobs.isfinite().all()
 
 
 def endings(*argv, tokenizer=None):
@@ -215,7 +196,6 @@ def test_flags_to_ends():
         (["--stop", "a\ufffd"], "must be a text, without U\\+FFFD"),
         (["--stop", "b", "a</s>"], "--stop 'a</s>': texts have no special token as </s>; name that alone"),
         (["--stop_token_ids", "3", "12"], "--stop_token_ids 12: the tokenizer has no such id"),
-        (["--stop_token_ids", "x"], "argument --stop_token_ids: invalid int value: 'x'"),
         (["--reasoning", "1", "--stop", "</answer>"], "--stop '</answer>': the text ends before it, and"),
     ],
 )
