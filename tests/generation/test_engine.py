@@ -12,8 +12,10 @@ import torch
 from test_families import FAMILIES, PADDED, VOCAB, build
 from tiny import ROOT, tiny_llama
 
+from trainer.compute.precision import round_frozen
 from trainer.compute.scoring import PolicyScorer, pack_sequences, score_all
 from trainer.generation.engine import Sampler
+from trainer.generation.kv_cache import KVCache
 from trainer.generation.sampling import noise_keys
 from trainer.inputs import check_sampling
 
@@ -60,6 +62,23 @@ def test_every_token_is_computed_once(model, monkeypatch):
     decoded = sum(shape[0] for shape in rows if shape[1] == 1)
     needed = rollout.response_len.sum().item() - 16  # the first token comes from the prompt's forward
     assert decoded <= 1.25 * needed + 16  # prompts of one token are prefills of width one
+
+
+def test_attention_reads_no_more_than_the_longest_live_row():
+    """Once a long sequence has finished, the columns of the cache that only it filled are no longer read."""
+    cache = KVCache(tiny_llama(5), slots=3, width=50)
+    cache.prefill(0)
+    x = torch.randn(3, 1, 9, 16)
+    cache.update(x, x, 0)
+    masks = cache.decode(torch.tensor([9, 4]), 10)
+    keys, _ = cache.update(x[:2, :, :1], x[:2, :, :1], 0)
+    assert masks.shape == (2, 1, 1, 10)
+    assert (masks == 0).sum(-1).flatten().tolist() == [10, 5]  # a token sees itself and those before it
+    assert keys.shape == (2, 1, 10, 16)
+    assert keys[0, 0, 9].equal(x[0, 0, 0])
+    assert keys[1, 0, 4].equal(x[1, 0, 0])
+    assert keys[1, 0, :4].equal(x[1, 0, :4])
+    assert keys.data_ptr() == cache.keys[0].data_ptr()  # a view: nothing is copied
 
 
 def gap(policy, dtype, prompts=PROMPTS):
@@ -126,3 +145,19 @@ def test_every_family_samples_and_scores_what_transformers_computes(name):
             assert all(len(x) == 10 or end for x, end in zip(rollout.responses(), ends, strict=True))
             assert not any(0 in response[:-1] for response in rollout.responses())
     check_sampling(model)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "GPT-2"])
+def test_weights_rounded_once_score_as_those_that_autocast_rounds_at_every_call(name):
+    model = build(FAMILIES[name]())
+    pack_sequences(model.base_model)
+    rollout = Sampler(model).sample([[2, 3, 4], [5]], noise_keys(0, 0, range(2)), [0], 10, 1.0)
+    scored = []
+    for _ in range(2):
+        with torch.no_grad():
+            scored.append(PolicyScorer(model, torch.bfloat16)(rollout.tokens, rollout.layout, 1.0)[0])
+        round_frozen([model], torch.bfloat16)
+    assert scored[0].equal(scored[1])
+    linear = [x.weight for x in model.base_model.modules() if type(x) is torch.nn.Linear]
+    assert {x.dtype for x in linear} <= {torch.bfloat16}
+    assert model.get_input_embeddings().weight.dtype == torch.float32
