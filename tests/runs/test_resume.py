@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -344,13 +345,6 @@ def test_runs_that_begin_together_get_folders_of_their_own_and_keep_them(files, 
     assert lines[0] == lines[1]
     assert not list(tmp_path.glob(".*.tmp"))  # they all wrote the same .pth, one after the other
     load_policy(str(tmp_path / "ppo_actor_32.pth"))
-    before = contents(runs[0])
-    argv += ["--run_name", "run_1"]
-    refused(argv, "holds a run")
-    (runs[0] / "config.json").unlink()
-    refused(argv, "holds a run")
-    refused([*argv, "--resume", "auto"], r"config\.json does not fit: FileNotFoundError")
-    assert contents(runs[0]).items() <= before.items()
 
 
 def test_no_run_folder_is_named_like_a_result_and_it_goes_only_where_it_holds_nothing_else(tmp_path):
@@ -399,7 +393,7 @@ def test_a_closed_output_pipe_does_not_stop_the_run_nor_does_an_output_on_a_full
             RunLogger.say(None, line)
 
 
-def test_a_script_ends_without_a_word_where_its_reader_has_ended_and_another_broken_pipe_is_a_fault(capsys):
+def test_a_script_ends_without_a_word_where_its_reader_has_ended_and_another_broken_pipe_is_a_fault():
     reader, writer = os.pipe()
     os.close(reader)
     code = "from errors import run_script; run_script(lambda: print('x'))"
@@ -407,17 +401,11 @@ def test_a_script_ends_without_a_word_where_its_reader_has_ended_and_another_bro
     done = subprocess.run(command, cwd=tiny.ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=600)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
-    said = {"> /dev/full": (1, b"error: the output: No space left on device\n"), ">&-": (0, b"")}
-    for output, wanted in said.items():
-        line = f"{shlex.join(command)} {output}"
-        done = subprocess.run(line, shell=True, cwd=tiny.ROOT, stderr=subprocess.PIPE, timeout=600)
-        assert (done.returncode, done.stderr) == wanted
-
-    def main():
-        raise BrokenPipeError
-
+    line = f"{shlex.join(command)} > /dev/full"
+    done = subprocess.run(line, shell=True, cwd=tiny.ROOT, stderr=subprocess.PIPE, timeout=600)
+    assert (done.returncode, done.stderr) == (1, b"error: the output: No space left on device\n")
     with pytest.raises(BrokenPipeError):
-        run_script(main)
+        run_script(Mock(side_effect=BrokenPipeError))
 
 
 def test_resume_refuses_what_changes_the_result_and_leaves_the_run_alone(files, half, tmp_path):
