@@ -33,17 +33,14 @@ SAME += "policy/skipped_steps policy/entropy policy/first_ratio policy/ptx_loss 
 BOTH = ("actor", "critic")
 
 # One response scores so high that the value loss overflows: an optimizer step that is really not finite.
-OVERFLOW = """def score(prompts, responses, answers):
-    scores = [r.split().count("a") - 0.1 * len(r) for r in responses]
-    return [3e19 if a == "overflow" else s for a, s in zip(answers, scores)]
-"""
+OVERFLOW = '[3e19 if a == "overflow" else s for a, s in zip(answers, scores)]'
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
-    (folder / "overflow.py").write_text(OVERFLOW)
     found = tiny.run_files(folder, count=89)
+    (folder / "combine.py").write_text(tiny.FAULTY_REWARD.replace("return scores", f"return {OVERFLOW}"))
     prompts = read_jsonl(found["data_path"])
     prompts[0]["answer"] = "overflow"
     tiny.write_jsonl(folder / "prompts.jsonl", prompts)
@@ -57,16 +54,11 @@ def argv_of(files, out_dir, processes, **more):
 
 
 @pytest.fixture(scope="module")
-def overflowing(files):
-    return {"reward_fn": files["reward_fn"].replace("combine.py", "overflow.py")}
-
-
-@pytest.fixture(scope="module")
-def run_in(files, overflowing, tmp_path_factory):
+def run_in(files, tmp_path_factory):
     @cache
     def folder(processes, shard):
         out = tmp_path_factory.mktemp(f"in_{processes}_{shard}")
-        argv = argv_of(files, out, processes, shard=shard, **overflowing)
+        argv = argv_of(files, out, processes, shard=shard)
         if processes == 1:
             train_ppo.main(argv)
         for process in tiny.launch_all([*argv, "--ddp"], processes) if processes > 1 else ():
@@ -123,26 +115,18 @@ def test_processes_of_batch_n_equal_one_of_a_batch_as_large_as_theirs(run_in, pr
         assert a["greedy"]["response"] == b["greedy"]["response"]
 
 
-def in_one_and_two(files, tmp_path, **more):
-    (tmp_path / "files").mkdir()
-    more["data_path"] = tiny.run_files(tmp_path / "files", count=185)["data_path"]
-    train_ppo.main(argv_of(files, tmp_path / "one", 1, **more))
-    run_in_two_processes(argv_of(files, tmp_path / "two", 2, **more))
-    return tmp_path / "one" / "r", tmp_path / "two" / "r"
-
-
 CHANGES = [((2, 1), (1, 0)), ((1, 0), (2, 1))]
 SLOW_CHANGES = [((2, 0), (1, 0)), ((1, 0), (2, 0)), ((2, 1), (4, 1))]
 CHANGES += [pytest.param(*change, marks=pytest.mark.slow) for change in SLOW_CHANGES]
 
 
 @pytest.mark.parametrize(("was", "now"), CHANGES)
-def test_resuming_with_other_processes(files, run_in, overflowing, tmp_path, was, now, capsys):
+def test_resuming_with_other_processes(files, run_in, tmp_path, was, now, capsys):
     """Only the batch size over all processes has to stay. Sharded runs go on as others, and vice versa."""
     shutil.copytree(run_in(*was), tmp_path / "r")
     count, shard = now
     resume = tmp_path / "r" / "checkpoints" / f"step_{SAVED}"
-    argv = argv_of(files, tmp_path, count, shard=shard, resume=resume, **overflowing)
+    argv = argv_of(files, tmp_path, count, shard=shard, resume=resume)
     if count == 1:
         train_ppo.main(argv)
         out = capsys.readouterr().out
@@ -168,7 +152,9 @@ def test_two_processes_with_experts_tied_weights_and_adapters_equal_one(files, t
         build(FAMILIES[kind](), spread=1.0).save_pretrained(tmp_path / "policy")
         AutoTokenizer.from_pretrained(files["model"]).save_pretrained(tmp_path / "policy")
         more["model"] = tmp_path / "policy"
-    one, two = in_one_and_two(files, tmp_path, **more)
+    train_ppo.main(argv_of(files, tmp_path / "one", 1, **more))
+    run_in_two_processes(argv_of(files, tmp_path / "two", 2, **more))
+    one, two = (tmp_path / name / "r" for name in ("one", "two"))
     same_weights(one, two, 3, BOTH)
     same_metrics(one, two, {*SAME.split()}, abs=1e-3)
 
@@ -270,15 +256,13 @@ def test_one_that_hangs_or_dies_is_noticed_under_torchrun(files, tmp_path, fault
     assert "error: process 0 lost contact with the others" in err
 
 
-def launch_two_nodes(argv):
+@pytest.mark.slow
+def test_two_nodes(files, run_in, tmp_path):
     """Two torchrun agents with one rendezvous, as on two machines, with one process each."""
     place = ["--rdzv_endpoint", f"localhost:{tiny.free_port()}", "--rdzv_id", "7"]
-    return [launch_torchrun(1, argv, "--nnodes", "2", "--rdzv_backend", "c10d", *place) for _ in range(2)]
-
-
-@pytest.mark.slow
-def test_two_nodes(files, run_in, overflowing, tmp_path):
-    for node in launch_two_nodes(argv_of(files, tmp_path, 2, **overflowing)):
+    options = ["--nnodes", "2", "--rdzv_backend", "c10d", *place]
+    nodes = [launch_torchrun(1, argv_of(files, tmp_path, 2), *options) for _ in range(2)]
+    for node in nodes:
         finish(node)
     same_weights(run_in(1, 0), tmp_path / "r", STEPS, BOTH)
 
