@@ -3,9 +3,11 @@
 import gc
 import importlib
 import os
+import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start: sums depend on threads
 
+import forks
 import pictures
 import pytest
 
@@ -21,6 +23,9 @@ def pytest_configure(config):
     """Before any test file is imported. The process that only hands out tests to others imports no torch."""
     if config.getoption("numprocesses") and not hasattr(config, "workerinput"):
         return
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # asks without CUDA, of which a forked process has nothing
+    )
     import torch
 
     if torch.cuda.is_available():
@@ -28,6 +33,8 @@ def pytest_configure(config):
     else:
         os.environ["TRITON_INTERPRET"] = "1"  # GPU kernels run in Triton's interpreter, on CPU tensors
     torch.set_num_threads(1)
+    if sys.platform == "linux":
+        forks.begin()
 
 
 def pytest_collection_modifyitems(items):

@@ -34,13 +34,10 @@ def metrics_of(folder):
 SHIELDED = "try:\n    time.sleep(100)\nexcept BaseException: pass\ntime.sleep(100)"
 FAULTS = {  # what it may return: rewards/test_reward_function.py, test_fuzz.py
     "it raises": ("raise ValueError('no')", r"ValueError: no at .*combine.py:\d+"),
-    "its error has many lines": ("raise ValueError('x\\n' * 1000)", "ValueError: x"),
     "it leaves": ("sys.exit(3)", "SystemExit: 3"),
     "it interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-    "it hangs": ("time.sleep(100)", "no answer after 1 s; speed it up or raise --reward_timeout"),
-    "it hangs and shields itself": (SHIELDED, "no answer after 1 s"),
-    "NaN": ("scores[3] = float('nan')", "the score nan for the response"),
-    "it raises in an evaluation": ("raise ValueError('no')", "ValueError: no"),
+    "it hangs and shields itself": (SHIELDED, "no answer after 1 s; speed it up or raise --reward_timeout"),
+    "it raises in an evaluation": ("raise ValueError('x\\n' * 1000)", "ValueError: x"),
 }
 
 
@@ -57,7 +54,7 @@ def test_a_reward_that_fails_saves_and_ends_in_one_line(files, tmp_path, monkeyp
     assert line.startswith("--reward_fn") and len(line) < 500
     saved = tmp_path / "r" / "checkpoints" / f"step_{2 if evaluates else 1}"
     assert f"saved: {saved}\n" in capsys.readouterr().out
-    if what.startswith("it raises") or what == "it hangs":
+    if what.startswith("it raises"):
         monkeypatch.delenv("FAULT_AT")
         train_ppo.main([*argv, "--resume", "auto"])
         steps = metrics_of(tmp_path)
@@ -69,16 +66,6 @@ def fail(monkeypatch, code, call=2):
     """At this call of it the reward function executes the code."""
     monkeypatch.setenv("FAULT", code)
     monkeypatch.setenv("FAULT_AT", str(call))
-
-
-def test_a_run_folder_that_is_removed_is_noticed_in_the_same_step(files, tmp_path, monkeypatch, capsys):
-    fail(monkeypatch, f"import shutil; shutil.rmtree({str(tmp_path / 'r')!r})")
-    written = r"metrics\.jsonl: cannot be written \(No such file"
-    tiny.refused(written, train_ppo.main, argv_of(files, tmp_path))
-    assert not (tmp_path / "r").exists()
-    said = capsys.readouterr().out
-    assert "to go on" not in said
-    assert "report   " not in said
 
 
 POOL = """import multiprocessing

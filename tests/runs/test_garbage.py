@@ -57,10 +57,10 @@ def test_a_run_collects_nothing_in_a_step_and_keeps_nothing(tmp_path, monkeypatc
     files = run_files(tmp_path)
     (tmp_path / "look.py").write_text(LOOKS)
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
-    sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 8, "epochs": 9}
+    sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 6, "epochs": 9}
     train(**files | {"reward_fn": f"{tmp_path / 'look.py'}:score"}, **sizes, out_dir=tmp_path / "out")
     enabled, tensors = zip(*read_jsonl(tmp_path / "seen"), strict=True)
-    assert enabled == (False,) * 8
+    assert enabled == (False,) * 6
     assert tensors[0] > 0
     assert len(set(tensors[4:])) == 1
     assert gc.isenabled()

@@ -31,16 +31,15 @@ ENDINGS = RUN | CRITIC | {"critic_init": "actor", "max_gen_len": 8, "min_gen_len
 ENDINGS |= {"overlong_penalty": 0.5, "replay_batches": 1, "update_old_actor_freq": 2}
 ENDS = ["--stop", "b ", "d", "--stop_token_ids", "9"]
 OFFLINE = RUN | CRITIC | {"max_gen_len": 8, "accumulation_steps": 2, "lr_schedule": "constant"}
+ADAPTERS = {"lora_r": 2, "gradient_checkpointing": 1, "dtype": "float16", "ppo_epochs": 1}
 # the flags, and the responses of a batch
 RUNS = {
     "options": (ONLINE | {"accumulation_steps": 2, "normalize_reward": 1, "critic_lam": 0.97}, 16),
-    "old actor": (ONLINE | {"update_old_actor_freq": 2, "kl_in": "reward"}, 8),
-    "adapters in fp16": (ONLINE | {"lora_r": 2, "gradient_checkpointing": 1, "dtype": "float16"}, 8),
+    "adapters in fp16": (ONLINE | ADAPTERS | {"update_old_actor_freq": 2, "kl_in": "reward"}, 8),
     "several answers": (RUN | GROUPS, 32),
     "endings": (ENDINGS, 16),
     "offline": (OFFLINE, 16),
-    "offline, adapters": (OFFLINE | {"lora_r": 4, "gradient_checkpointing": 1}, 16),
-    "offline, fp16": (OFFLINE | {"dtype": "float16"}, 16),
+    "offline, adapters": (OFFLINE | ADAPTERS, 16),
     "offline, bf16": (OFFLINE | {"dtype": "bfloat16"}, 16),
 }
 KINDS = [*RUNS][:-2] + [pytest.param(kind, marks=pytest.mark.slow) for kind in [*RUNS][-2:]]

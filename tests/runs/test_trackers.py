@@ -10,15 +10,12 @@ import json
 
 import matplotlib
 import pytest
-from test_report import Page
+from test_report import HTML, Page
 from test_summary import logger_of
 from tiny import DIE, finish, flags, launch, read_jsonl, refused, run_files, write_jsonl
 
 from trainer import train_ppo, train_reward, train_sft
 from trainer.runs import plots, trackers
-
-accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-pytest.importorskip("wandb")
 
 DRAW = plots.draw_svgs  # before pictures.py
 ALL = ("swanlab", "tensorboard", "wandb")
@@ -29,6 +26,8 @@ SIZES |= {"save_interval": 2, "eval_interval": 3, "log_interval": 2, "run_name":
 @pytest.fixture(scope="module", autouse=True)
 def home(tmp_path_factory):
     """A home in which nobody is logged in. matplotlib's list of fonts, which takes seconds to make, stays."""
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MPLCONFIGDIR", matplotlib.get_cachedir())
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
@@ -39,6 +38,8 @@ def home(tmp_path_factory):
 
 def in_tensorboard(folder):
     """-> ({metric: [(step, value), …]}, {name: [(step, text), …]})"""
+    from tensorboard.backend.event_processing import event_accumulator as accumulators
+
     sizes = {"scalars": 0, "tensors": 0}
     events = accumulators.EventAccumulator(str(folder / "tensorboard"), size_guidance=sizes)
     events.Reload()
@@ -99,23 +100,22 @@ def check_all_steps(name, folder, after=-1):
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     held_out = write_jsonl(folder / "eval.jsonl", [{"prompt": "a b", "answer": "a"}])
-    return run_files(folder) | {"eval_data_path": held_out}
+    return run_files(folder, words=HTML) | {"eval_data_path": held_out}
 
 
-def start(files, out_dir, *names, **environment):
-    """Start a run with these trackers, or go on with it."""
-    argv = [*flags(**files, **SIZES, out_dir=out_dir), "--tracker", *names]
-    return launch([*argv, "--resume", "auto"], **environment)
+def argv_of(files, out_dir, *names):
+    """A run with these trackers, or the rest of it."""
+    return [*flags(**files, **SIZES, out_dir=out_dir), "--tracker", *names, "--resume", "auto"]
 
 
 @pytest.fixture(scope="module")
 def resumed(files, tmp_path_factory):
     """The folder of a run with all trackers, killed in step 4 after a checkpoint of step 2, and resumed."""
     out = tmp_path_factory.mktemp("resumed")
-    finish(start(files, out, *ALL, FAULT=DIE, FAULT_AT="8"), code=-9)  # calls 1, 2, 6, 7 evaluate
+    argv = argv_of(files, out, *ALL)
+    finish(launch(argv, FAULT=DIE, FAULT_AT="8"), code=-9)  # calls 1, 2, 6, 7 evaluate
     assert read_jsonl(out / "r" / "metrics.jsonl")[-1]["step"] == 3
-    said, _ = finish(start(files, out, *ALL))
-    assert "resumed  after step 2\n" in said
+    train_ppo.main(argv)
     return out / "r"
 
 
@@ -123,30 +123,28 @@ def responses_of(folder, step):
     return [row["response"] for row in read_jsonl(folder / "samples.jsonl") if row["step"] == step]
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_a_resumed_run_goes_on_where_its_checkpoint_was(resumed, name):
-    texts = check_all_steps(name, resumed, after=2)
-    shown = [2, 4, 5] if name == "tensorboard" else [4, 5]  # every --log_interval steps, and the last
-    assert [step for step, _ in texts["samples"]] == shown
-    for step, text in texts["samples"]:
-        assert len(responses_of(resumed, step)) >= 2
-        assert all(response in text for response in responses_of(resumed, step))
-    assert [step for step, _ in texts["summary"]] == [5]
-
-
-def test_wandb_has_the_texts_and_a_resumed_run_its_name(resumed):
+def test_a_resumed_run_goes_on_where_its_checkpoint_was(resumed):
+    """What the policy writes is HTML, which goes to all of them as text. wandb's steps have no reader."""
+    for name in READERS:
+        texts = check_all_steps(name, resumed, after=2)
+        shown = [2, 4, 5] if name == "tensorboard" else [4, 5]  # every --log_interval steps, and the last
+        assert [step for step, _ in texts["samples"]] == shown
+        for step, text in texts["samples"]:
+            assert len(responses_of(resumed, step)) >= 2
+            assert all(response in text for response in responses_of(resumed, step))
+        assert [step for step, _ in texts["summary"]] == [5]
     assert len(in_wandb(resumed, "summary")) == 1
     texts = in_wandb(resumed, "samples")
     for step in (4, 5):
         assert any(all(html.escape(x) in text for x in responses_of(resumed, step)) for text in texts)
+    assert not any("<script>" in text for text in texts)
     run_id = json.loads((resumed / "config.json").read_text())["run_id"]
     found = [*resumed.glob("swanlog/run-*"), *resumed.glob("wandb/offline-run-*")]
     assert [folder.name.endswith(run_id) for folder in found] == [True] * 4
 
 
 BREAK = """
-import psutil, shutil
-shutil.rmtree(os.environ["OUT"] + "/r/tensorboard")
+import psutil
 for process in psutil.Process().children(recursive=True):
     if "wandb-core" in process.name():
         process.kill()
@@ -154,22 +152,20 @@ for process in psutil.Process().children(recursive=True):
 """
 
 
-def test_trackers_that_fail_leave_the_run_alone(files, tmp_path):
-    """The folder of one is removed, the process of the other one is killed."""
-    said, _ = finish(start(files, tmp_path, *ALL, FAULT=BREAK, FAULT_AT="5", OUT=str(tmp_path)))  # in step 3
-    for name in ("tensorboard", "wandb"):
-        assert said.count(f"note: --tracker {name}: it failed (") == 1, said
-    assert said.count("gets nothing more; the run goes on") == 2
-    check_all_steps("swanlab", tmp_path / "r")
+def test_a_tracker_that_fails_leaves_the_run_and_the_others_alone(files, tmp_path):
+    argv = argv_of(files, tmp_path, "wandb", "tensorboard")
+    said, _ = finish(launch(argv, FAULT=BREAK, FAULT_AT="5"))  # in step 3
+    assert said.count("note: --tracker wandb: it failed (") == 1, said
+    assert said.count("gets nothing more; the run goes on") == 1
+    check_all_steps("tensorboard", tmp_path / "r")
     assert (tmp_path / "ppo_actor_32.pth").exists()
 
 
-def test_a_tracker_that_cannot_start_ends_the_run_in_one_line(files, tmp_path):
-    _, err = finish(start(files, tmp_path, "wandb", WANDB_MODE="online"), code=2)
-    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
-    assert "--tracker wandb: cannot start (" in line
+def test_a_tracker_that_cannot_start_ends_the_run_in_one_line(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    line = refused("", train_ppo.main, argv_of(files, tmp_path, "wandb"))
+    assert line.startswith("--tracker wandb: cannot start (")
     assert line.endswith("mend that, or leave it out")
-    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("script", [train_sft, train_reward], ids=["sft", "reward"])
@@ -189,20 +185,15 @@ def test_the_stages_before_have_trackers_and_a_report_of_curves_too(files, tmp_p
     assert "No finding" not in page.text  # nothing is watched
 
 
-def test_html_goes_to_all_as_text(tmp_path):
-    text = "<script>alert(1)</script>\n# **x** \u2028 \x85"  # the last two end lines for str.splitlines
-    row = {"prompt": "<b>?", "response": text, "parts": {"score": 1.0}}
-    logger = logger_of(tmp_path, total_steps=2, log_interval=1, trackers=ALL)
-    for step in (1, 2):
-        logger.log(step, {"kl/k1": 0.1 * step}, {"samples.jsonl": [row]})
+def test_a_text_with_ends_of_lines_is_shown_by_tensorboard_as_it_is(tmp_path):
+    """Its Markdown: each line is indented, also after those that only str.splitlines takes for ends."""
+    row = {"prompt": "<b>?", "response": "\n# **x** \u2028 \x85", "parts": {"score": 1.0}}
+    logger = logger_of(tmp_path, total_steps=2, log_interval=1, trackers=["tensorboard"])
+    logger.log(1, {"kl/k1": 0.1}, {"samples.jsonl": [row]})
     logger.finish()
-    for name in READERS:
-        texts = check_all_steps(name, tmp_path / "r")["samples"]
-        assert [at for at, text in texts if "    <script>alert(1)" in text] == [1, 2], name
-    shown = [line for _, text in in_tensorboard(tmp_path / "r")[1]["samples"] for line in text.split("\n")]
-    assert not any(line[:4].strip() for line in shown)  # so Markdown shows it as it is
-    found = in_wandb(tmp_path / "r", "samples")
-    assert ["&lt;script&gt;alert(1)&lt;/script&gt;" in text for text in found] == [True, True]
+    ((_, shown),) = check_all_steps("tensorboard", tmp_path / "r")["samples"]
+    assert "# **x**" in shown
+    assert not any(line[:4].strip() for line in shown.split("\n"))
 
 
 def test_the_flags_name_each_tracker_once():
