@@ -23,9 +23,8 @@ def pytest_configure(config):
     """Before any test file is imported. The process that only hands out tests to others imports no torch."""
     if config.getoption("numprocesses") and not hasattr(config, "workerinput"):
         return
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # asks without CUDA, of which a forked process has nothing
-    )
+    # Whether there is a GPU is asked without CUDA, which a forked process could not use any more.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
 
     if torch.cuda.is_available():

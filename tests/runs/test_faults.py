@@ -68,6 +68,16 @@ def fail(monkeypatch, code, call=2):
     monkeypatch.setenv("FAULT_AT", str(call))
 
 
+def test_a_run_folder_that_is_removed_is_noticed_in_the_same_step(files, tmp_path, monkeypatch, capsys):
+    fail(monkeypatch, f"import shutil; shutil.rmtree({str(tmp_path / 'r')!r})")
+    written = r"metrics\.jsonl: cannot be written \(No such file"
+    tiny.refused(written, train_ppo.main, argv_of(files, tmp_path))
+    assert not (tmp_path / "r").exists()
+    said = capsys.readouterr().out
+    assert "to go on" not in said
+    assert "report   " not in said
+
+
 POOL = """import multiprocessing
 def length(text):
     return -0.1 * len(text)

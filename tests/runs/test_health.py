@@ -151,37 +151,47 @@ LONGER = {"rollout/score_length_corr": 0.7}
 CASES = [
     # the KL of long answers
     (kl(20.0, 0.09, 5), {}, {}),
+    (kl(9.9, 0.2, 5), {}, {}),
     ([{}, *kl(10.1, 0.11)], {}, {"kl_far": ("look", 2)}),
     # the ratio of the first minibatch is judged by precision and by the old actor
     ([{"policy/first_ratio": 1.01}], {"dtype": "bfloat16"}, {}),
     ([{"policy/first_ratio": 1.06}], {"dtype": "bfloat16"}, {"first_ratio": ("wrong", 1)}),
+    ([{"policy/first_ratio": 0.94}], {"dtype": "bfloat16"}, {"first_ratio": ("wrong", 1)}),
     ([{"policy/first_ratio": 1.5}], {"update_old_actor_freq": 4}, {}),
     # how many responses end
     (ended(0, 0, 0), {}, {"few_end": ("wrong", 1)}),
     (ended(0, 0), {}, {}),
     (ended(0.021, 0.021, 0.021), {}, {"few_end": ("look", 1)}),
+    (ended(0.71, 0.71, 0.71), {}, {}),
     (ended(1, 1, 1, 0, 0, 0), {}, {"forgets_to_stop": ("wrong", 4)}),
     # where a cut answer costs nothing, only a fall of the ends is unusual, and one of few ends is not far
     (ended(0, 0, 0), FREE, {}),
     (ended(1, 1, 1, 0.4, 0.4, 0.4), FREE, {"forgets_to_stop": ("wrong", 4)}),
+    (ended(0.29, 0.29, 0.29, 0.05, 0.05, 0.05), FREE, {}),
     # four responses of a step do not say how many end
     (ended(*[0] * 7), FEW, {"small_batch": ("look", 0)}),
     (ended(*[0] * 8), FEW, {"small_batch": ("look", 0), "few_end": ("wrong", 1)}),
+    (ended(0, 0, 0), {"missing_eos_penalty": 0.0, "mask_truncated": 1}, {"few_end": ("wrong", 1)}),
     (ended(0.4, 0.4, 0.4), {"missing_eos_penalty": 0.0, "mask_truncated": 1}, {"few_end": ("look", 1)}),
+    (ended(*[1] * 8, *[0.4] * 3), FEW, {"small_batch": ("look", 0), "forgets_to_stop": ("wrong", 9)}),
     # equal scores from the start: 384 responses of a hard task, and 500; later all is learned
     ([SAME] * 3, {}, {"scores_alike": ("look", 1)}),
     ([SAME] * 4, {}, {"scores_alike": ("wrong", 1)}),
     ([SAME] * 6, {"batch_size": 48, "processes": 2}, {"scores_alike": ("wrong", 1)}),
+    ([{}, {}, {}, *[SAME] * 5], {}, {}),
     ([SAME, SAME, {}, *[SAME] * 5], {}, {}),
     # the score of the untrained policy is its length
     ([LONGER] * 3, {}, {"score_follows_length": ("look", 1)}),
+    ([{"rollout/score_length_corr": -0.7}] * 3, {}, {"score_follows_length": ("look", 1)}),
     ([{"rollout/score_length_corr": 0.5}] * 3, {}, {}),
+    ([{}, {}, {}, *[LONGER] * 5], {}, {}),
     # repetition counts where it has grown
     ([{"rollout/repetition": x} for x in (0.15, 0.15, 0.26, 0.26, 0.26)], {}, {"repetition": ("look", 3)}),
     ([{"rollout/repetition": x} for x in (0.15, 0.15, 0.24, 0.24, 0.24)], {}, {}),
     # LIMITS: the spread of steps is 0.1 sqrt(pi) / 2 = 0.0886, one standard error of the difference of a mean
     # of four and one of ten sqrt(1 / 4 + 1 / 10) times that: 0.0524. Four of them are 0.21.
     ([*flat(WINDOW), *FAR], {}, {"score_does_not_rise": ("wrong", 2 * WINDOW)}),
+    ([*flat(WINDOW), *FAR[1:]], {}, {}),  # not yet for long
     ([*flat(WINDOW), *NEAR], {}, {"score_does_not_rise": ("look", 2 * WINDOW)}),
     # --normalize_reward: only the raw score can be compared
     (RAW, {}, {"score_does_not_rise": ("look", 2 * WINDOW)}),
@@ -193,13 +203,16 @@ CASES = [
     (flat(20, STUCK), {}, {"policy_is_stuck": ("look", 11)}),
     (flat(19, STUCK), {}, {}),  # nobody can tell
     (flat(20, {"kl/sequence": 0.04}), {}, {}),
+    (flat(20, {"kl/sequence": -0.04}), {}, {}),
     (run_of(20, STUCK, STUCK), {}, {}),  # the score rises
     (flat(20, STUCK | SAME), {}, {"scores_alike": ("wrong", 1)}),
     ([*flat(11, STUCK | {"policy/grad_norm": None}), *flat(9, STUCK)], {}, {}),
-    # a narrow clip holds many tokens in a healthy run
-    ([{"policy/clip_fraction": 0.9}] * 3, {"policy_loss": "gspo", "clip_epsilon": 3e-4}, {}),
     # a finding is since the first of the values that show it, also where not every step has the metric
-    ([{"value/clip_fraction": x} for x in (0, 0.5, None, 0.5, 0.5)], {}, {"critic_is_held": ("look", 2)}),
+    (
+        [{"value/clip_fraction": x} for x in (0, 0.5, None, None, 0.5, 0.5)],
+        {},
+        {"critic_is_held": ("look", 2)},
+    ),
 ]
 
 
@@ -248,10 +261,12 @@ accuracy     0.9  0.9  0.6    -                wrong
 accuracy     0    0    0      -                -
 score        3    4    3.86   -                look
 score        3    4    3.87   -                -
+score        3    3    1      -                wrong
 judge        0.02 0.03 -0.1   std=1.2          -
 judge        0.02 0.03 -0.1   std=0.3          wrong
 chosen_preferred 0.5 0.6 0.54 -                -
 chosen_preferred 0.5 0.6 0.53 -                look
+chosen_preferred 0.5 0.5 0.3 -                 wrong
 """
 
 
@@ -291,8 +306,11 @@ START = """
     temperature=0.1                   | unusual_flags look             | --temperature 1
     learning_rate=0.011               | unusual_flags look             | --learning_rate 0.0005
     learning_rate=0.009               |                                |
+    learning_rate=1e-5                | unusual_flags look             | --learning_rate 0.0005
     critic_learning_rate=1e-7         | unusual_flags look             | --critic_learning_rate 0.0005
     cliprange_value=0.001             | unusual_flags look             | --cliprange_value 0.5
+    cliprange_value=0.0               |                                |
+    policy_loss="cispo"               |                                |
     policy_loss="gspo"                | unusual_flags look             | --clip_epsilon 0.0003
     clip_epsilon=0.0003               | unusual_flags look             | --clip_epsilon 0.2
     prompts=190                       | few_prompts look               | more data
@@ -374,7 +392,9 @@ def test_findings_are_sorted_and_each_is_said_once_and_again_when_it_becomes_wro
 REMEDIES = """
 policy/ratio 3 ratio_drastic ppo_epochs=1 | --learning_rate 0.000166667
 policy/ratio 3 ratio_drastic ppo_epochs=1 learning_rate=0.006 | --learning_rate 0.0005
+policy/ratio 3 ratio_drastic ppo_epochs=1 learning_rate=0.0009 | --learning_rate 0.0003
 policy/ratio 3 ratio_drastic learning_rate=0.003 | --learning_rate 0.0005 --ppo_epochs 1
+policy/approx_kl 0.1 steps_too_large ppo_epochs=1 | --learning_rate 0.000166667
 policy/approx_kl 0.1 steps_too_large | --learning_rate 0.000166667 --ppo_epochs 1
 policy/approx_kl 0.1 steps_too_large update_old_actor_freq=4 ppo_epochs=1 learning_rate=0.003
     | --learning_rate 0.0005 --update_old_actor_freq 1
@@ -382,8 +402,11 @@ rollout/repetition 0.5 repetition repetition_penalty=1 | --repetition_penalty 2 
 rollout/length 1 empty_answers missing_eos_penalty=0
     | --kl_coef 0.06, or a reward that gives less to an empty answer
 value/clip_fraction 0.5 critic_is_held | --critic_learning_rate 0.000166667
+value/clip_fraction 0.5 critic_is_held cliprange_value=0.1
+    | --cliprange_value 0.5 --critic_learning_rate 0.000166667
 value/explained_variance -1 critic_useless lam=1
     | --critic_learning_rate 0.000166667, or a longer --critic_warmup_steps
+policy/early_stop 1 early_stop_starves target_kl=0.05 | --learning_rate 0.000166667
 policy/early_stop 1 early_stop_starves target_kl=0.000001 | --target_kl 0.02 --learning_rate 0.000166667
 kl/k1 2 kl_far kl_coef=1 | --learning_rate 0.000166667 --kl_coef 3
 kl/k1 2 kl_far kl_coef=0 | --learning_rate 0.000166667 --kl_coef 0.02
@@ -417,6 +440,18 @@ def test_what_is_not_known_is_left_out():
     assert remedies == ["--ppo_epochs 1", "--kl_coef 0.02"]
     held = [{"step": n, "value/clip_fraction": 0.5} for n in range(3)]
     assert health_of(held, {"cliprange_value": 0.5}).sorted[0].remedy == "see docs/health.md"
+
+
+def test_numbers_are_those_of_the_run():
+    found = findings(ended(0, 0, 0), {**FACTS, "prompts": 10})
+    assert found["few_prompts"].numbers == ["10 prompts or logged answers", "589 samples or passes of each"]
+    assert found["few_end"].numbers == ["rollout/finished 0.000 in the first steps", "--max_gen_len 64"]
+
+
+def test_a_narrow_clip_holds_many_tokens_in_a_healthy_run():
+    held = [{"policy/clip_fraction": 0.9}] * 3
+    assert "steps_too_large" not in findings(held, policy_loss="gspo", clip_epsilon=3e-4)
+    assert "steps_too_large" in findings(held, policy_loss="clip", clip_epsilon=0.02)
 
 
 def test_what_is_usual_is_what_the_flags_take():

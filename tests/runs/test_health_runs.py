@@ -50,6 +50,17 @@ def test_broken_runs_are_named_each_rule_is_seen_and_healthy_and_remedied_runs_a
     assert health.tables(RUNS) in health.PAGE.read_text(encoding="utf-8")
 
 
+def test_a_rate_too_high_is_told_to_fall_whatever_else_is_found(found):
+    """A larger --target_kl would let the policy go further away."""
+    (starves,) = (f for f in found["rate x10, target_kl 0.05"] if f.name == "early_stop_starves")
+    assert starves.remedy == "--learning_rate 0.0005"
+    first, *others = found["rate x100"]
+    assert (first.name, first.remedy) == ("unusual_flags", "--learning_rate 0.0005")
+    rates = [f.remedy for f in others if "--learning_rate" in f.remedy]
+    assert len(rates) > 4
+    assert all("--learning_rate 0.0005" in remedy for remedy in rates)
+
+
 def test_hardly_a_run_is_told_to_move_a_flag_both_ways(found):
     """One that breaks altogether has answers that do not end, and later ones that are empty."""
     moved = {}

@@ -343,6 +343,10 @@ def test_runs_that_begin_together_get_folders_of_their_own_and_keep_them(files, 
     assert lines[0] == lines[1]
     assert not list(tmp_path.glob(".*.tmp"))  # they all wrote the same .pth, one after the other
     load_policy(str(tmp_path / "ppo_actor_32.pth"))
+    (runs[0] / "config.json").unlink()
+    argv += ["--run_name", "run_1"]
+    refused(argv, "holds a run")
+    refused([*argv, "--resume", "auto"], r"config\.json does not fit: FileNotFoundError")
 
 
 def test_no_run_folder_is_named_like_a_result_and_it_goes_only_where_it_holds_nothing_else(tmp_path):

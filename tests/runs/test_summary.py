@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 from tiny import ROOT, flags, health_of, read_jsonl, refused
 
@@ -13,6 +14,7 @@ from trainer import train_ppo
 from trainer.runs import base, displays, report
 from trainer.runs.base import Run
 from trainer.runs.displays import PPO, SFT, as_line
+from trainer.runs.distributed import World
 from trainer.runs.plots import draw_panel
 from trainer.runs.resume import RunFolder
 from trainer.runs.run_logger import RunLogger
@@ -183,6 +185,15 @@ def test_short_runs_print_every_step_and_long_ones_about_a_hundred(tmp_path, cap
     said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert sum(line.startswith("step ") for line in said) == printed
     assert said.count("health") == 1
+
+
+def test_epochs_that_end_before_max_steps_are_said(tmp_path, capsys):
+    logger = logger_of(tmp_path, total_steps=4)
+    vars(logger.run.args).update(max_steps=9, epochs=1, batch_size=2)
+    vars(logger.run).update(world=World(0, 1, torch.device("cpu")), dtype=torch.float32)
+    logger.introduce("about")
+    logger.finish()
+    assert "note: --max_steps 9: --epochs 1 ends after 4 steps; raise it too\n" in capsys.readouterr().out
 
 
 def test_a_line_to_copy_works_from_any_folder_and_with_spaces(tmp_path, monkeypatch):
