@@ -41,9 +41,8 @@ def argv_of(files, out, **more):
     return tiny.flags(**{**files, **SIZES, "out_dir": out, **more})
 
 
-def evaluated_run(files, more, **values):
-    args = train_ppo.parse_args(argv_of({**files, **more}, "out", dtype="float32", **values))
-    return PpoRun(args, ALONE)
+def evaluated_run(files):
+    return PpoRun(train_ppo.parse_args(argv_of(files, "out", dtype="float32")), ALONE)
 
 
 def test_training_is_bit_for_bit_the_same_with_a_judge(files, judged, tmp_path):
@@ -60,7 +59,7 @@ def test_training_is_bit_for_bit_the_same_with_a_judge(files, judged, tmp_path):
 
 def test_its_scores_are_sums_of_raw_ones(files, judged, monkeypatch):
     """As computed by hand of the same responses: neither clipped to ±3 nor normalised, times the weight."""
-    run = evaluated_run(files, judged)
+    run = evaluated_run(files | judged)
     found, _ = evaluate_actor(run)
     model = load_reward_model(judged["eval_reward_model"].removesuffix("=-2"), run.world.device)
     sampled, own = [], evaluation.respond
@@ -96,8 +95,7 @@ def test_one_part_alone_has_no_second_name():
 
 
 def test_a_judge_is_never_the_critics_start_nor_a_reward(files, judged):
-    without = {name: x for name, x in files.items() if name != "reward_model"}
-    run = evaluated_run(without, judged)
+    run = evaluated_run(files | judged | {"reward_model": ""})
     assert set(run.reward.models) == set()
     assert torch.all(run.critic.value_head.weight == 0)  # a reward model's head would not be 0
     assert [type(model).__name__ for model in run.judges] == ["LlamaForSequenceClassification"]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from tiny import flags, read_jsonl, refused, request_of, run_files, train, write_jsonl
+from tiny import flags, read_jsonl, refused, request_of, run_files, write_jsonl
 
 from trainer import train_ppo
 from trainer.rewards import reward_function
@@ -19,23 +19,29 @@ RECORDS = [{"prompt": "p", "tests": [1, 2], "level": 3}]
 RECORDS += [{"prompt": "q", "level": 4, "prompts": "x", "a b": 5}]
 
 
+OF_RUN = {"step": 3, "total_steps": 12}
+
+
 def called(function):
     request = request_of(["p", "q"], ["r", "s"], [None, "a"], records=RECORDS)
+    request.of_run = OF_RUN
     return reward_function.call_reward_function(function, request, 0)[0]
 
 
+TESTS = [[1, 2], None]
+COLUMNS = {"prompt": ["p", "q"], "tests": TESTS, "level": [3, 4], "a b": [None, 5]}
 FUNCTIONS = [  # (function, what it is given by name)
     (lambda a, b, c: 0, {}),
     (lambda prompts, *rest: 0, {}),
     (lambda prompts, answers, references: 0, {}),  # any names that cannot be in the wrong place
-    (lambda prompts, responses, answers, *, level: 0, {"level": [3, 4]}),
-    (lambda prompts, responses, answers, tests, level=0: 0, {"tests": [[1, 2], None], "level": [3, 4]}),
-    (lambda prompts, responses, answers, scale=2.0: 0, {}),  # no such field: its default
-    (lambda prompts, responses, answers, rare: 0, {"rare": [None, None]}),  # in none of this batch
-    (
-        lambda prompts, completions, answers, **columns: 0,  # "prompts" is taken
-        {"prompt": ["p", "q"], "tests": [[1, 2], None], "level": [3, 4], "a b": [None, 5]},
-    ),
+    (lambda p, r, a, *, level: 0, {"level": [3, 4]}),
+    (lambda p, r, a, tests, level=0: 0, {"tests": TESTS, "level": [3, 4]}),
+    (lambda p, r, a, scale=2.0: 0, {}),  # no such field: its default
+    (lambda p, r, a, rare: 0, {"rare": [None, None]}),  # in none of this batch
+    (lambda p, r, a, step, total_steps=0: 0, OF_RUN),
+    (lambda p, r, a, level, step=0: 0, {"level": [3, 4], "step": 3}),
+    (lambda prompts, completions, answers, **columns: 0, COLUMNS),  # "prompts" is taken
+    (lambda p, r, a, **columns: 0, COLUMNS | {"prompts": [None, "x"]}),
 ]
 
 
@@ -51,22 +57,14 @@ def test_a_function_gets_what_it_asks_for_by_name(function, given):
     called(wrapped)
 
 
-def test_a_function_gets_the_step_of_the_run_where_no_record_has_such_a_field():
+def test_a_field_of_the_records_comes_before_the_step_of_the_run():
     data = [SimpleNamespace(columns={"prompt": None}), None, SimpleNamespace(columns={"step": None})]
     assert reward_function.names_of_run(*data[:2]) == ["step", "total_steps"]
     assert reward_function.names_of_run(*data) == ["total_steps"]
-    request = request_of(["p", "q"], ["r", "s"], records=RECORDS)
-    whole, later = {"step": 3, "total_steps": 12}, {"total_steps": 12}
-    columns = {"prompt": ["p", "q"], "tests": [[1, 2], None], "level": [3, 4], "a b": [None, 5]}
-    for of_run, function, given in (
-        (whole, lambda p, r, a, step, total_steps=0: 0, whole),
-        (whole, lambda p, r, a, level, step=0: 0, {"level": [3, 4], "step": 3}),
-        (whole, lambda p, r, a: 0, {}),
-        (whole, lambda p, r, a, **columns: 0, columns | {"prompts": [None, "x"]}),
-        (later, lambda p, r, a, step, total_steps: 0, {"step": [None] * 2, "total_steps": 12}),
-    ):
-        request.of_run = of_run
-        assert reward_function.arguments(function, request) == given
+    request = request_of(["p", "q"], ["r", "s"], records=[{"step": 1}, {}])
+    request.of_run = {"total_steps": 12}
+    given = reward_function.arguments(lambda p, r, a, step, total_steps: 0, request)
+    assert given == {"step": [1, None], "total_steps": 12}
 
 
 def test_a_function_may_change_what_it_gets_and_not_say_its_parameters():
@@ -190,6 +188,11 @@ def test_a_run_gives_each_response_its_own_record_and_the_step_also_when_resumed
     files |= {"eval_data_path": write_jsonl(tmp_path / "held_out.jsonl", held_out), "run_name": "r"}
     sizes = {"batch_size": 6, "mini_batch_size": 3, "max_gen_len": 4, "max_steps": 3, "eval_interval": 2}
     more = {"critic_warmup_steps": 0, "reasoning": 0, "save_interval": 1, "device": "cpu", "dtype": "float32"}
+    for name in ("data_path", "eval_data_path"):  # before it samples anything
+        other = files | {name: write_jsonl(tmp_path / "other.jsonl", [{"prompt": "a", "levels": 1}])}
+        says = r"'level' is no key .*other\.jsonl; keys found: .*\"levels\""
+        refused(says, train_ppo.main, flags(**other, **sizes, **more))
+    assert not (tmp_path / "out").exists()
     argv = flags(**files, **sizes, **more, epochs=3, num_workers=1)
 
     def noted(name, notes):
@@ -216,36 +219,19 @@ def test_a_run_gives_each_response_its_own_record_and_the_step_also_when_resumed
     assert [call["step"] for call in noted("eval_reward_fn", "resumed")] == [3, 3]
 
 
-@pytest.mark.parametrize("file", ["data_path", "eval_data_path"])
-def test_a_wrong_name_ends_a_run_before_it_samples_anything(file, tmp_path):
-    files = run_files(tmp_path)
-    (tmp_path / "wrong.py").write_text("def score(prompts, responses, answers, test):\n    return [0.0]\n")
-    good = write_jsonl(tmp_path / "good.jsonl", [{"prompt": "a", "test": 1}])
-    other = write_jsonl(tmp_path / "other.jsonl", [{"prompt": "a", "tests": 1}])
-    files |= {"data_path": good, "eval_data_path": good, file: other, "out_dir": tmp_path / "out"}
-    files["reward_fn"] = f"{tmp_path / 'wrong.py'}:score"
-    says = r"'test' is no key .*other\.jsonl; keys found: .*\"tests\""
-    refused(says, train, **files, batch_size=1, mini_batch_size=1, max_steps=1, critic_warmup_steps=0)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
 def test_an_alarm_that_comes_while_it_is_turned_off_leaves_nothing_behind(monkeypatch):
     """It comes right before each of the two calls that turn it off."""
     before, came = signal.getsignal(signal.SIGALRM), []
 
-    def after_an_alarm(call):
-        def called(which, value, *more):
-            if value in (0, before):
-                came.append(call.__name__)
-                signal.raise_signal(signal.SIGALRM)
-            return call(which, value, *more)
+    def late(call, which, value, *more):
+        if value in (0, before):
+            came.append(call.__name__)
+            signal.raise_signal(signal.SIGALRM)
+        return call(which, value, *more)
 
-        return called
-
-    late = {name: after_an_alarm(getattr(signal, name)) for name in ("setitimer", "signal")}
-    kinds = {"SIGALRM": signal.SIGALRM, "ITIMER_REAL": signal.ITIMER_REAL}
-    monkeypatch.setattr("trainer.rewards.reward_function.signal", SimpleNamespace(**kinds, **late))
+    for name in ("setitimer", "signal"):
+        monkeypatch.setattr(signal, name, partial(late, getattr(signal, name)))
     with reward_function.time_limit(60):
         pass
     assert came == ["setitimer", "signal"]

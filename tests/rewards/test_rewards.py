@@ -173,7 +173,8 @@ def test_every_flag_reaches_the_reward(tmp_path):
     one, other = (tiny.save_reward_dir(tmp_path / name, tokenizer) for name in ("one", "other"))
     wanted = {"missing_eos_penalty": 0.5, "repetition_penalty": 0.1, "length_reward": 0.2, "max_gen_len": 7}
     wanted |= {"overlong_buffer": 3, "overlong_penalty": 0.4, "thinking_reward": 0.6}
-    argv = tiny.flags(**wanted, reward_timeout=9, normalize_reward=1, reasoning=0, reward_dtype="bfloat16")
+    wanted |= {"reward_timeout": 9, "normalize_reward": 1, "reasoning": 0}
+    argv = tiny.flags(**wanted, reward_dtype="bfloat16")
     both = [f"{one}=-2", other], {"model_one": -2, "model_other": 1}
     for specs, weights in (([one], {"model": 1}), both):
         args = train_ppo.parse_args([*argv, "--reward_model", *specs])
@@ -181,8 +182,7 @@ def test_every_flag_reaches_the_reward(tmp_path):
         assert {name: weight for name, (_, weight) in reward.models.items()} == weights
         for model, _ in reward.models.values():
             assert model.model.get_input_embeddings().weight.dtype == torch.bfloat16
-    wanted |= {"reward_timeout": 9, "normalize_reward": 1, "reasoning": 0, "server": None}
-    assert wanted.items() <= vars(reward).items()
+    assert wanted.items() <= vars(reward).items() and reward.server is None
 
 
 def test_a_step_logs_the_mean_of_each_part_and_the_share_at_the_limit(tmp_path):
@@ -204,64 +204,50 @@ def test_what_is_no_number_or_no_reward_model_is_refused(tmp_path):
     tiny.refused("--reward_model .*: it has 2 labels", load_reward_model, path, CPU)
 
 
-def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path):
-    tokenizer = tiny.word_tokenizer(WORDS, chat=True)
-    path = tiny.save_reward_dir(tmp_path, tokenizer, reward_offset=5.0)
-    reward_model = load_reward_model(path, CPU)
-    reward_model.max_length = 6
-    score = reward_model([("one two three", "four five four five two")])
-    ids = tokenizer("user one two three </s> assistant four five four five two </s>").input_ids
-    with torch.no_grad():
-        model = T.AutoModelForSequenceClassification.from_pretrained(path)
-        last, first = (model(torch.tensor([x])).logits.item() for x in (ids[-6:], ids[:6]))
-    assert score.item() == pytest.approx(last - 5.0, abs=1e-5)
-    assert abs(first - last) > 1e-3
-
-
-@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
-def test_an_encoder_reads_the_first_token_and_the_end_of_a_long_conversation(tmp_path, kind):
-    """Their scores are read at the first token, and all tokens see each other, so padding must be masked.
-    RoBERTa's positions begin behind its pad token's."""
+def save_encoder(folder, kind):
+    """A BERT or RoBERTa that takes 8 tokens: RoBERTa's positions begin behind its pad token's."""
     tokenizer = tiny.word_tokenizer([*WORDS, "<s>"])
     tokenizer.add_special_tokens({"cls_token": "<s>"})
     around = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>")]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A </s>", special_tokens=around
     )
-    tokenizer.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(folder)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = getattr(T, f"{kind}Config")(
-        vocab_size=len(tokenizer), num_labels=1, pad_token_id=1, initializer_range=0.5,
-        max_position_embeddings=8 if kind == "Bert" else 10, **sizes,
-    )  # fmt: skip
+    sizes["max_position_embeddings"] = 8 if kind == "Bert" else 10
+    more = {"num_labels": 1, "pad_token_id": 1, "initializer_range": 0.5}
     torch.manual_seed(0)
-    peer = getattr(T, f"{kind}ForSequenceClassification")(config).eval()
-    peer.save_pretrained(tmp_path)
-    asked = [("one two", "three four five"), ("one two", "five " * 20), ("one", "two")]
-    found = load_reward_model(str(tmp_path), CPU)(asked)
-    ids = tokenizer(["one two three four five", "five " * 6, "one two"])["input_ids"]
-    for score, row in zip(found.tolist(), ids, strict=True):
-        assert row[0] == tokenizer.cls_token_id and len(row) <= 8
-        with torch.no_grad():
-            assert score == pytest.approx(peer(torch.tensor([row])).logits.item(), abs=1e-5)
+    config = getattr(T, f"{kind}Config")(vocab_size=len(tokenizer), **sizes, **more)
+    getattr(T, f"{kind}ForSequenceClassification")(config).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded", "no pad token"])
+@pytest.mark.parametrize("kind", ["packed", "padded", "no pad token", "Bert", "Roberta"])
 def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkeypatch, kind):
-    """A decoder that looks for its last token by the pad token, and has none, gets one at a time."""
+    """An encoder's score is read at the first token, and its tokens see each other: padding is masked.
+    A decoder that looks for its last token by the pad token, and has none, gets one at a time. A score loses
+    its offset, and a long conversation its beginning, but for an encoder's first token."""
+    encoder = kind in ("Bert", "Roberta")
     if kind != "packed":
         monkeypatch.setattr("trainer.rewards.reward_models.pack_sequences", lambda backbone: False)
-    tokenizer = tiny.word_tokenizer(WORDS, chat=True)
-    tiny.save_reward_dir(tmp_path, tokenizer, pad_token_id=None if kind == "no pad token" else 1)
+    if encoder:
+        save_encoder(tmp_path, kind)
+    else:
+        pad = None if kind == "no pad token" else 1
+        tokenizer = tiny.word_tokenizer(WORDS, chat=True)
+        tiny.save_reward_dir(tmp_path, tokenizer, pad_token_id=pad, reward_offset=5.0)
     model = load_reward_model(str(tmp_path), CPU)
     assert model.packs == (kind == "packed")
-    conversations = [("one", "two </s>"), ("one two three", "four"), ("five", "one two three four five")]
+    if not encoder:
+        model.max_length = 8
+    conversations = [("one", "two </s>"), ("one two", "three"), ("one two", "five four " * 9 + "three")]
     found = model(conversations).tolist()
     peer = T.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     for pair, score in zip(conversations, found, strict=True):
         (ids,) = conversation_ids(model.tokenizer, [pair])
+        ids = [*ids[:encoder], *ids[encoder:][encoder - 8 :]]
         with torch.no_grad():
-            assert score == pytest.approx(peer(torch.tensor([ids])).logits.item(), abs=1e-5)
+            alone = peer(torch.tensor([ids])).logits.item()
+        assert score == pytest.approx(alone - (0.0 if encoder else 5.0), abs=1e-5)
     assert max(found) - min(found) > 1e-3
 
 
