@@ -193,10 +193,10 @@ def test_the_newest_actor_is_loaded(tmp_path):
         return chat.model_path(chat.parse_args(["--out_dir", str(tmp_path), *flags]))
 
     assert path() == str(ROOT / "model" / "demo" / "policy")
-    names = ("ppo_actor_64.pth", "ppo_actor_512_moe.pth", "ppo_actor_128.pth", "ppo_actor_128_best.pth")
-    for seconds, name in enumerate((*names, "ppo_actor_512_moe_ema.pth", "x.pth")):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (1000 + seconds, 1000 + seconds))
+    names = "64.pth 512_moe.pth 128.pth 128_best.pth 512_moe_ema.pth 128.txt"
+    for seconds, name in enumerate(names.split(), 1000):
+        (tmp_path / f"ppo_actor_{name}").touch()
+        os.utime(tmp_path / f"ppo_actor_{name}", (seconds, seconds))
     assert path() == str(tmp_path / "ppo_actor_128.pth")
     assert path("--model", "x") == "x"
 
@@ -259,18 +259,15 @@ def test_ctrl_c_forgets_the_question_and_goes_on(out, monkeypatch, capsys):
 
 
 def test_a_conversation_that_is_too_long_is_one_line_and_an_answer_is_cut(out, monkeypatch, capsys):
-    one = speaker(out / "ppo_actor_32.pth")  # 256 positions
-    question = "w1 " * 100
-    converse(one, [question, question, question], monkeypatch)
-    assert len(one.history) == 4
+    one = speaker(out / "ppo_actor_32.pth", max_gen_len=500)  # 256 positions
+    question = "w1 " * 240
+    room = 256 - len(one.encode(question))
+    assert 0 < len(one.answer(question).split()) <= room
+    converse(one, [question], monkeypatch)
     line = r"\nprompt and conversation have \d+ tokens, .* takes 1 to 255; /clear"
-    assert re.search(line, capsys.readouterr().err)
+    assert re.search(line, capsys.readouterr().err) and len(one.history) == 2
     converse(one, ["/clear", question], monkeypatch)
     assert len(one.history) == 2 and "takes" not in capsys.readouterr().err
-    one = speaker(out / "ppo_actor_32.pth", max_gen_len=500)
-    asked = "w1 " * 240
-    room = 256 - len(one.encode(asked))
-    assert 0 < len(one.answer(asked).split()) <= room
 
 
 def test_an_answer_ends_where_the_trainers_sampler_ends_it(tmp_path, capsys):

@@ -148,6 +148,8 @@ def test_each_remedy_of_the_message_takes_less(device):
     given = {"model": policy, "start": reward, "rewards": [reward], "device": device}
     plan = planned(*LARGE, **given)
     assert plan.peak - planned(*LARGE, **given, release_cache=True).peak == plan.cache
+    phases = planned(*LARGE, "--offload_frozen", "1", **given).phases
+    assert {"reference", "reward models"} <= phases["rollout"].keys() - phases["update"].keys()
     named = dict(re.findall(r"(--\w+) (\w+)", plans.REMEDIES))
     assert len(named) == 6 and named.pop("--shard") == "1"
     assert planned(*LARGE, shard=1, processes=2, **given).peak < plan.peak

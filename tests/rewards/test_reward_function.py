@@ -83,32 +83,27 @@ def test_a_function_may_change_what_it_gets_and_not_say_its_parameters():
     assert called(partial(lambda bonus, p, r, a, level: [bonus + x for x in level], 1)) == [4, 5]
 
 
-SIGNATURES = [
-    "()",
-    "(prompts, responses)",
-    "(completions, **kwargs)",  # TRL's, which is called by name there
-    "(completions, prompts, truth, **kwargs)",
-    "(responses, prompts, answers)",
-    "(prompts, answers, responses)",
-]
-
-
 def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside_has_its_place(tmp_path):
     path = tmp_path / "f.py"
-    spec = f"{path}:f"
+    load = partial(reward_function.load_reward_function, f"{path}:f", ())
     says = r"called with prompts, responses, answers, .* in this order"
-    for signature in SIGNATURES:
-        path.write_text(f"def f{signature}:\n    return []\n")
-        line = refused(says, reward_function.load_reward_function, spec, ())
-        assert line.endswith(f"they are {signature.replace('*', '')}")
+    trl = "completions, **kwargs"  # which is called by name there
+    for names in (
+        "",
+        "prompts, responses",
+        trl,
+        "responses, prompts, answers",
+        "prompts, answers, responses",
+    ):
+        path.write_text(f"def f({names}):\n    return []\n")
+        assert refused(says, load).endswith(f"they are ({names.replace('*', '')})")
     path.write_text("x = 1\n")
     for wrong in (f"{path}:other", f"{path}:x", f"{path}", f"{tmp_path}/none.py:score"):
         refused("--reward_fn", reward_function.load_reward_function, wrong, ())
     path.write_text("import nowhere_to_be_found\n")
-    refused("nowhere_to_be_found", reward_function.load_reward_function, spec, ())
+    refused("nowhere_to_be_found", load)
     path.write_text("def f(p, r, a):\n    return r[9]\n")
-    says = r"IndexError: .* at .*f\.py:2; correct the function"
-    refused(says, called, reward_function.load_reward_function(spec, ()))
+    refused(r"IndexError: .* at .*f\.py:2; correct the function", called, load())
 
 
 def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default(tmp_path):
@@ -116,11 +111,10 @@ def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default(tmp_pat
     path = tmp_path / "f.py"
     load = partial(reward_function.load_reward_function, f"{path}:f")
     data = SimpleNamespace(columns={"prompt": None, "tests": None}, path="a.jsonl")
-    for parameters in ("p, r, a, tests, level=1", "a, b, c, **columns"):
-        path.write_text(f"def f({parameters}):\n    return []\n")
-        assert load((), data)
-    path.write_text("def f(a, b, c, step):\n    return []\n")
-    assert load(["step", "total_steps"], data)
+    of_run = ["step", "total_steps"]
+    for names in ("p, r, a, tests, level=1", "a, b, c, **columns", "a, b, c, step"):
+        path.write_text(f"def f({names}):\n    return []\n")
+        assert load(of_run, data)
     wanted = '--reward_fn: its parameter \'step\' is no key of .* a.jsonl; keys found: "prompt", "tests": ren'
     refused(wanted, load, ["total_steps"], data)
 

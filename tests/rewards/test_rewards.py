@@ -27,7 +27,6 @@ CPU = torch.device("cpu")
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
 WORDS = ["user", "assistant", "one", "two", "three", "four", "five"]
 PAIRS = [("one two", "three " * n + "four") for n in range(1, 9)]
-SCORES = torch.tensor([3.0, -1.0, 4.0, 1.0, 5.0, -9.0, 2.0, 6.0])
 
 
 def judging(table, weight=1.0):
@@ -123,18 +122,15 @@ def scaled(stats, scores):
     return Reward(running={"model": stats})._clipped("model", scores)
 
 
-def test_running_stats_by_hand_and_however_the_numbers_are_split():
+def test_running_stats_by_hand():
     both = RunningStats.of(torch.tensor([1.0, 2.0, 6.0])) + RunningStats.of(torch.tensor([7.0]))
     assert (both.count, both.mean, both.squares) == (4, 4.0, 26.0)  # 9 + 4 + 4 + 9
-    assert both.std == pytest.approx(math.sqrt(6.5))
     assert scaled(both, torch.tensor([4.0, 10.5])).tolist() == pytest.approx([0.0, 6.5 / math.sqrt(6.5)])
+    far = RunningStats.of(torch.tensor([10_001.0, 10_002.0])) + RunningStats.of(torch.tensor([10_006.0]))
+    close(far, RunningStats(3, 10_003.0, 14.0))
     for scores in (torch.full((5,), 0.1), torch.tensor([7.0])):  # without spread
         seen = RunningStats.of(scores) + RunningStats.of(scores)
         assert scaled(seen, scores).tolist() == [0.0] * len(scores)
-    whole = RunningStats.of(SCORES)
-    for cuts in ([8], [1] * 8, [5, 3]):
-        close(sum(map(RunningStats.of, SCORES.split(cuts)), RunningStats()), whole)
-    close(RunningStats.of(SCORES + 1e4), RunningStats(8, 10001.375, whole.squares))
 
 
 def test_normalised_scores_by_hand():
