@@ -3,7 +3,7 @@
 ``Forked`` is a ``subprocess.Popen`` for [python, script, *argv]. It is forked from a process that has already
 imported everything, so a start costs a few milliseconds instead of seven seconds of CPU time. All else is as
 usual: the process has its own pid, session, environment, files and signals, and the script runs as
-``__main__``. (A start without forking is tested with a plain ``Popen``: in test_cli.py, and under torchrun.)
+``__main__``. (A start without forking is tested in test_platforms.py, and under torchrun.)
 """
 
 import atexit

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -55,37 +56,25 @@ def test_trainers_take_turns(benchmark, monkeypatch, tmp_path):
         bad.step()
 
 
-def test_what_a_step_without_a_critic_needs_by_hand(benchmark):
-    peers, common = benchmark("peers"), benchmark("common")
-    model = common.policy(TINY, vocabulary=50)
-    layer = 128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 64
-    pair = 4 * 128  # of attention, a token and one that it sees
-    prompt = 2 * layer * 4 + pair * (1 + 2 + 3 + 4)
-    answers = 2 * layer * (3 + 2) + pair * (5 + 6 + 7 + 5 + 6) + 2 * 128 * 50 * (3 + 2)
-    rollout = SimpleNamespace(layout=Layout.of_responses([4, 4], [3, 2], torch.device("cpu")))
-    for kl_coef, forwards in ((0.0, 3), (0.02, 4)):
-        args = SimpleNamespace(num_generations=2, kl_coef=kl_coef)
-        ours = SimpleNamespace(run=SimpleNamespace(actor=model), args=args)
-        wanted = prompt + answers + forwards * (2 * prompt + answers)
-        assert peers.operations(ours, rollout) == pytest.approx(wanted)
-
-
-def test_generation_beside_generate(benchmark, monkeypatch):
-    generation = benchmark("generation")
-    monkeypatch.setattr(generation, "REPETITIONS", 1)
-    monkeypatch.setattr(generation, "copy_rate", lambda device: 1e9)
-    prompts = generation.make_prompts(3, 4, 4)
-    found = generation.measure("fixed", TINY, prompts, 5, None, [3], 2, "cpu", ["float32"])
-    ours, theirs = (found[f"{name} tokens/s"]["median"] for name in ("engine", "generate"))
-    assert found["ratio"]["median"] == pytest.approx(ours / theirs, rel=0.02)
-    assert found["of copy rate"] > 0
-
-
-def test_other_peers_of_generation(benchmark):
+def test_generation_beside_generate_and_other_peers(benchmark, monkeypatch):
     """transformers' continuous batching, and the engine without its parts. One that fails is a line."""
-    generation = benchmark("generation")
-    prompts = generation.make_prompts(3, 4, 4)
-    found = generation.measure_peers("fixed", TINY, prompts, 5, None, "cpu", torch.float32)
+    generation, continuous = benchmark("generation"), benchmark("continuous")
+    for module in (generation, continuous):
+        monkeypatch.setattr(module, "REPETITIONS", 1)
+    monkeypatch.setattr(generation, "copy_rate", lambda device: 1e9)
+    monkeypatch.setattr(continuous, "in_a_process", lambda work, *given: work(*given))
+    given = "fixed", TINY, generation.make_prompts(3, 4, 4), 5, None
+    beside = {
+        "generate": generation.measure(*given, [3], 2, "cpu", ["float32"]),
+        "continuous batching": continuous.measure(*given, "cpu"),
+    }
+    for name, found in beside.items():
+        ours, theirs = (found[f"{which} tokens/s"]["median"] for which in ("engine", name))
+        assert found["ratio"]["median"] == pytest.approx(ours / theirs, rel=0.05)
+    assert beside["generate"]["of copy rate"] > 0
+    assert next(continuous.rows([found]))["engine tokens/s"] == f"{ours:.0f}"
+    assert [len(case.args[2]) for case in continuous.cases("cpu")] == [64, 64, 256, 256]
+    found = generation.measure_peers(*given, "cpu", torch.float32)
     rates = {name: rate for name, rate in found.items() if name.endswith(", tokens/s")}
     assert len(rates) == 4 and all(rate > 0 for rate in rates.values())
     assert generation.attempted("a peer", lambda: 1 / 0) == "ZeroDivisionError: division by zero"
@@ -96,21 +85,9 @@ def test_other_peers_of_generation(benchmark):
     assert row == shown | rates
 
 
-def test_generation_beside_continuous_batching(benchmark, monkeypatch):
-    continuous = benchmark("continuous")
-    monkeypatch.setattr(continuous, "REPETITIONS", 1)
-    monkeypatch.setattr(continuous, "in_a_process", lambda work, *given: work(*given))
-    prompts = benchmark("generation").make_prompts(3, 4, 4)
-    found = continuous.measure("fixed", TINY, prompts, 5, None, "cpu")
-    ours, theirs = (found[f"{name} tokens/s"]["median"] for name in ("engine", "continuous batching"))
-    assert found["ratio"]["median"] == pytest.approx(ours / theirs, rel=0.05)
-    assert [len(case.args[2]) for case in continuous.cases("cpu")] == [64, 64, 256, 256]
-    assert next(continuous.rows([found]))["engine tokens/s"] == f"{ours:.0f}"
-
-
-def test_what_decoding_reads_by_hand(benchmark):
-    generation, common = benchmark("generation"), benchmark("common")
-    model = common.policy(TINY, vocabulary=50)
+def test_what_decoding_and_a_step_without_a_critic_need_by_hand(benchmark):
+    generation, peers = benchmark("generation"), benchmark("peers")
+    model = benchmark("common").policy(TINY, vocabulary=50)
     layer = 128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 64  # query and output, key and value, gate, up and down
     weights = 2 * (layer + 128 * 50)  # bytes, one layer and the head
     cache = 2 * 2 * 64  # bytes of a token: keys and values of 64 numbers
@@ -118,6 +95,15 @@ def test_what_decoding_reads_by_hand(benchmark):
     read = (4 + 5 + 6) + (7 + 8 + 9) + (4 + 5 + 6)
     wanted = 6 * weights + read * cache
     assert generation.needed_bytes(model, [[2] * 4, [2] * 7, [2] * 4], 3, 2, 2) == wanted
+    pair = 4 * 128  # of attention, a token and one that it sees
+    prompt = 2 * layer * 4 + pair * (1 + 2 + 3 + 4)
+    answers = 2 * layer * (3 + 2) + pair * (5 + 6 + 7 + 5 + 6) + 2 * 128 * 50 * (3 + 2)
+    rollout = SimpleNamespace(layout=Layout.of_responses([4, 4], [3, 2], torch.device("cpu")))
+    for kl_coef, forwards in ((0.0, 3), (0.02, 4)):
+        args = SimpleNamespace(num_generations=2, kl_coef=kl_coef)
+        ours = SimpleNamespace(run=SimpleNamespace(actor=model), args=args)
+        wanted = prompt + answers + forwards * (2 * prompt + answers)
+        assert peers.operations(ours, rollout) == pytest.approx(wanted)
 
 
 def test_a_model_ends_its_responses_at_the_rate_that_was_asked_for(benchmark):
@@ -137,8 +123,7 @@ def test_an_update_and_all_checks_of_the_smoke_test(benchmark, monkeypatch):
     monkeypatch.setattr(smoke, "SMALL", TINY)
     monkeypatch.setattr(update, "REPETITIONS", 1)
     assert update.measure(TINY, "float32", "cpu", 4, 6)["ours"]["median"] > 0
-    sizes = {"size": TINY, "rows": 4, "new_tokens": 6, "response": 6}
-    monkeypatch.setattr(smoke, "LARGE", sizes)
+    monkeypatch.setattr(smoke, "LARGE", {"size": TINY, "rows": 4, "new_tokens": 6, "response": 6})
 
     def fails(device):
         raise ValueError("no luck")
@@ -165,14 +150,17 @@ def test_the_parts_for_a_gpu_end_in_time_and_keep_what_they_had(benchmark, monke
     start = [sys.executable, "-c"]
     monkeypatch.setattr(gpu, "command", lambda part: [*start, f"import os, signal, sys, time; {PARTS[part]}"])
     monkeypatch.setattr(gpu, "PATIENCE", 1)
-    ended = [gpu.run_part(part, 2 if part in ("slow", "deaf") else 60, log) for part in PARTS]
+    with ThreadPoolExecutor() as threads:  # each waits for a process
+        seconds = [60, 60, 60, 2, 2]
+        ended = [*threads.map(gpu.run_part, PARTS, seconds, [log] * len(PARTS))]
     assert ended == ["ok", "failed", "ended by signal 9", "out of time", "out of time"]
-    assert log.getvalue().splitlines() == [str(tmp_path / "gpu.json"), "interrupted", "deaf"]
+    assert {*log.getvalue().splitlines()} == {str(tmp_path / "gpu.json"), "interrupted", "deaf"}
     monkeypatch.setenv("ALL_RESULTS", str(tmp_path / "gpu.json"))
-    for name, cases in (("good", [1, 2]), ("slow", [1])):
+    kept = {"good": [1, 2], "slow": [1]}
+    for name, cases in kept.items():
         common.write_results(name, {"results": cases})
     results = json.loads((tmp_path / "gpu.json").read_text())
-    assert {name: found["results"] for name, found in results.items()} == {"good": [1, 2], "slow": [1]}
+    assert {name: found["results"] for name, found in results.items()} == kept
     monkeypatch.setattr(gpu, "installed", lambda name: False)
     assert gpu.run_part("tests", 60, log) == "needs pytest"
     said = "before\n## update, cuda\n\n| x |\n|---|\n| 1 |\nstep 3\nFAILED a.py - c\n1 failed in 3 s\n"
@@ -206,6 +194,8 @@ def test_what_cannot_be_measured_is_said_in_one_line(benchmark, capsys):
     assert "python benchmarks gpu" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"error: nonsense: choose from generation, .*; or gpu$"):
         main.main(["nonsense"])
+    with pytest.raises(SystemExit, match="error: no flag: --table or --check"):
+        benchmark("plan").main([])
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="error: gpu: torch sees no GPU here"):
             main.main(["gpu"])
@@ -267,12 +257,12 @@ def test_runs_at_the_defaults_of_an_estimator_differ_in_its_flags_only(benchmark
     request = {"task": "d", "seed": 3, "samples": 1536, "files": {}}
     rates = {"our_gae": [1e-4, 2e-4], "our_rloo": [1e-4], "our_group": [1e-4], "rloo": [1e-4]}
     flags = {who: run.flags_of(request | {"who": who, "rates": rates[who]}, tmp_path) for who in rates}
-    common = flags.pop("rloo")  # what TRL's runs read
-    assert common["max_steps"] == 12
+    common = flags.pop("rloo").items()  # what TRL's runs read
+    assert ("max_steps", 12) in common
     for who, these in flags.items():
-        own = {name: value for name, value in these.items() if common.get(name) != value}
-        assert own == dict(zip(run.RATES, rates[who], strict=False)) | tasks.AT_DEFAULTS[who]
-        assert common.items() <= these.items()
+        own = dict(zip(run.RATES, rates[who], strict=False)) | tasks.AT_DEFAULTS[who]
+        assert dict(these.items() - common) == own
+        assert common <= these.items()
 
 
 @pytest.mark.slow
@@ -294,24 +284,18 @@ def test_a_small_run_of_this_trainer_and_its_place_in_the_file(benchmark, monkey
     assert [r["curve"] for r in learning.load()] == [{"kl": [1]}, {}]
 
 
-def test_the_page_shows_the_tables_of_its_results(benchmark):
-    report = benchmark("learning_report")
+def test_pages_have_the_tables_of_their_results(benchmark):
+    pages = {
+        name: (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+        for name in ("learning", "performance", "scale")
+    }
+    report, plan = benchmark("learning_report"), benchmark("plan")
     runs = json.loads((ROOT / "benchmarks/results/learning.json").read_text(encoding="utf-8"))["runs"]
-    text = (ROOT / "docs/learning.md").read_text(encoding="utf-8")
-    assert all(table(runs) in text for table in report.TABLES.values())
+    assert all(table(runs) in pages["learning"] for table in report.TABLES.values())
     assert report.WITHOUT_CRITIC.keys() | report.OPTIONS.keys() <= benchmark("learning").OURS.keys()
     assert all(math.isfinite(report.figure(r)) for r in runs)
-
-
-def test_the_page_has_the_table_of_the_other_trainers(benchmark):
-    assert benchmark("peers").results_table() in (ROOT / "docs/performance.md").read_text(encoding="utf-8")
-
-
-def test_the_page_has_the_table_of_the_script_and_a_wrong_flag_is_one_line(benchmark):
-    plan = benchmark("plan")
-    assert plan.table(plan.fewest()) in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-    with pytest.raises(SystemExit, match="error: no flag: --table or --check"):
-        plan.main([])
+    assert benchmark("peers").results_table() in pages["performance"]
+    assert plan.table(plan.fewest()) in pages["scale"]
 
 
 def test_the_plan_was_within_a_tenth_of_every_measured_run(benchmark):

@@ -96,27 +96,22 @@ def asked_of(one):
     return [turn["content"] for turn in one.history][::2]
 
 
-FORKED = Forked if LINUX else subprocess.Popen
-
-
-def start(*flags, cwd=ROOT, kind=FORKED, **more):
+def start(*flags, cwd=ROOT, **more):
     pipe = subprocess.PIPE
     streams = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, "encoding": "utf-8", **more}
     environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb", "PYTHONWARNINGS": "default"}
     command = [PYTHON, str(ROOT / "chat.py"), *map(str, flags)]
-    return kind(command, cwd=cwd, env=environment, **streams)
+    return (Forked if LINUX else subprocess.Popen)(command, cwd=cwd, env=environment, **streams)
 
 
-@pytest.mark.parametrize("kind", [FORKED, pytest.param(subprocess.Popen, marks=pytest.mark.slow)])
-def test_one_prompt_from_any_folder(out, tmp_path, kind):
-    """A process of its own shows the warnings of imports too."""
-    flags = ["--out_dir", out, "--max_gen_len", 12, "--prompt", "w1 w2", "--device", "cpu"]
-    process = start(*flags, cwd=tmp_path, kind=kind)
+def test_one_prompt_from_any_folder(out, tmp_path):
+    process = start(
+        "--out_dir", out, "--max_gen_len", 12, "--prompt", "w1 w2", "--device", "cpu", cwd=tmp_path
+    )
     answer, noise = process.communicate(timeout=600)
     assert process.returncode == 0
     expected = trainers_answer(out / "ppo_actor_32.pth", [user("w1 w2")])
     assert answer == expected + "\n" and len(set(expected.split())) > 3
-    assert "Warning" not in noise
     about, *cut = noise.splitlines()
     assert about.startswith(f"{out / 'ppo_actor_32.pth'}: ") and about.endswith("parameters on cpu")
     assert all("cut after 12 tokens" in line for line in cut)
@@ -177,9 +172,7 @@ def test_a_conversation_in_a_terminal(tmp_path):
 BAD = {
     "--weight full_sft": "--weight: it is called --model here",
     "--model missing.pth": "missing.pth: no such file",
-    "--model broken.pth": "not a readable torch file",
     "--temperature -1": "--temperature -1.0",
-    "--temperature nan": "--temperature nan",
     "--temperature inf": "--temperature inf",
     "--max_gen_len 0": "--max_gen_len 0",
     "--seed -1": "--seed -1",
@@ -190,12 +183,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_bad_flags(flags, out, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.pth").write_bytes(b"not a checkpoint")
-    argv = ["--prompt", "hi", "--out_dir", str(out), *flags.split()]
-    if "--model" in argv:
-        argv += ["--tokenizer", str(out / "ppo_actor_32")]
+def test_bad_flags(flags, out):
+    argv = ["--prompt", "hi", "--out_dir", str(out), "--tokenizer", str(out / "ppo_actor_32"), *flags.split()]
     refused(BAD[flags], chat.main, argv)
 
 
@@ -204,10 +193,10 @@ def test_the_newest_actor_is_loaded(tmp_path):
         return chat.model_path(chat.parse_args(["--out_dir", str(tmp_path), *flags]))
 
     assert path() == str(ROOT / "model" / "demo" / "policy")
-    names = ("ppo_actor_64.pth", "ppo_actor_512_moe.pth", "ppo_actor_128.pth", "ppo_actor_128_best.pth")
-    for seconds, name in enumerate((*names, "ppo_actor_512_moe_ema.pth", "x.pth")):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (1000 + seconds, 1000 + seconds))
+    names = "64.pth 512_moe.pth 128.pth 128_best.pth 512_moe_ema.pth 128.txt"
+    for seconds, name in enumerate(names.split(), 1000):
+        (tmp_path / f"ppo_actor_{name}").touch()
+        os.utime(tmp_path / f"ppo_actor_{name}", (seconds, seconds))
     assert path() == str(tmp_path / "ppo_actor_128.pth")
     assert path("--model", "x") == "x"
 
@@ -270,18 +259,15 @@ def test_ctrl_c_forgets_the_question_and_goes_on(out, monkeypatch, capsys):
 
 
 def test_a_conversation_that_is_too_long_is_one_line_and_an_answer_is_cut(out, monkeypatch, capsys):
-    one = speaker(out / "ppo_actor_32.pth")  # 256 positions
-    question = "w1 " * 100
-    converse(one, [question, question, question], monkeypatch)
-    assert len(one.history) == 4
+    one = speaker(out / "ppo_actor_32.pth", max_gen_len=500)  # 256 positions
+    question = "w1 " * 240
+    room = 256 - len(one.encode(question))
+    assert 0 < len(one.answer(question).split()) <= room
+    converse(one, [question], monkeypatch)
     line = r"\nprompt and conversation have \d+ tokens, .* takes 1 to 255; /clear"
-    assert re.search(line, capsys.readouterr().err)
+    assert re.search(line, capsys.readouterr().err) and len(one.history) == 2
     converse(one, ["/clear", question], monkeypatch)
     assert len(one.history) == 2 and "takes" not in capsys.readouterr().err
-    one = speaker(out / "ppo_actor_32.pth", max_gen_len=500)
-    asked = "w1 " * 240
-    room = 256 - len(one.encode(asked))
-    assert 0 < len(one.answer(asked).split()) <= room
 
 
 def test_an_answer_ends_where_the_trainers_sampler_ends_it(tmp_path, capsys):
@@ -318,33 +304,34 @@ def test_stop_strings_and_special_tokens_can_be_given(out, tmp_path, capsys):
     assert speaker(saved(model, tmp_path)).stops == ["w1 w2"]
 
 
-def test_sampling_is_from_the_whole_distribution(tmp_path):
+def test_sampling_is_from_the_whole_distribution(tmp_path, monkeypatch):
     """Whatever the model's generation config says, and without the top-k of 50 that transformers adds."""
     tokenizer = word_tokenizer([f"w{i}" for i in range(98)])
     model = tiny.tiny_llama(100, spread=3.0)
     settings = {"top_k": 1, "repetition_penalty": 9.0, "suppress_tokens": list(range(50))}
     model.generation_config.update(do_sample=True, **settings)
     one = speaker(saved(model, tmp_path, tokenizer), temperature=0.7, max_gen_len=1)
-    torch.manual_seed(0)
-    assert one.encode("w3 w4") == [5, 6]
-    answers = [one.answer("w3 w4") for _ in range(500)]
-    drawn = torch.tensor([tokenizer.convert_tokens_to_ids(text) if text else 0 for text in answers])
+    generate, found = one.model.generate, []
+
+    def noted(*given, **more):
+        found.append(generate(*given, **more, return_dict_in_generate=True, output_scores=True))
+        return found[-1].sequences
+
+    monkeypatch.setattr(one.model, "generate", noted)
+    answers = {one.answer("w3 w4") for _ in range(20)}
+    assert len(answers) > 5  # drawn, and not the likeliest
     with torch.no_grad():
-        probs = (one.model(torch.tensor([[5, 6]])).logits[0, -1] / 0.7).softmax(-1)
-    order = probs.argsort(descending=True)
-    for group in (order[:5], order[5:50], order[50:]):
-        assert probs[group].sum() > 0.1
-        assert abs(torch.isin(drawn, group).float().mean() - probs[group].sum()) < 0.07  # 3 standard errors
+        logits = one.model(torch.tensor([[5, 6]])).logits[:, -1]
+    assert all(torch.allclose(each.scores[0], logits / 0.7, atol=1e-5) for each in found)
 
 
 def test_what_is_shown_is_the_text_of_the_answer_and_the_seed_decides(tmp_path, monkeypatch, capsys):
     """Random bytes, most of them no UTF-8."""
     model = save_policy_dir(tmp_path / "bytes", TOKENIZERS["byte level"]())
-    one = speaker(model, temperature=1.0, max_gen_len=100)
+    one = speaker(model, temperature=1.0, max_gen_len=40)
     torch.manual_seed(0)
-    for _ in range(3):
-        answer = one.answer("ab")
-        assert capsys.readouterr().out == answer + "\n" and answer.count("\ufffd") > 5
+    answer = one.answer("ab")
+    assert capsys.readouterr().out == answer + "\n" and answer.count("\ufffd") > 5
     shown = []
     for seed in (1, 1, 2):
         converse(one, ["ab"], monkeypatch, seed=seed)

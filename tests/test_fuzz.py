@@ -1,7 +1,7 @@
-"""Fuzzing: over a thousand bad inputs; each is accepted, or refused in one line that names what is wrong.
+"""Fuzzing: a thousand bad inputs; each is accepted, or refused in one line that names what is wrong.
 
-Hypothesis makes the inputs, the same ones in every run. Inputs that once ended in another way are kept in
-a corpus beside the test of their kind, with what went wrong.
+Hypothesis makes the inputs, the same ones in every run. Inputs that once ended in another way are in a
+corpus beside the test of their kind, with what went wrong.
 """
 
 import copy
@@ -54,8 +54,7 @@ def fuzz(examples, *corpus, **strategies):
 
 
 def check_line(line, *named):
-    assert "\n" not in line and "\r" not in line
-    assert len(line) < 500
+    assert "\n" not in line and "\r" not in line and len(line) < 500
     assert not named or any(str(part) in line for part in named), line
 
 
@@ -68,15 +67,10 @@ def one_line_or_fine(*named):
         check_line(str(error), *named)
 
 
-def refused_shortly(action, *named):
-    """The action ends with an InputError of one short line that contains one of ``named``."""
-    check_line(refused("", action), *named)
-
-
 @contextmanager
 def changed(path, data, *others):
-    """The file holds ``data`` in this block; afterwards it and the others are as they were. Where there are
-    no others, nobody else may change it."""
+    """The file holds ``data`` in this block, afterwards it and the others what they held. Where there are no
+    others, nobody may change it."""
     before = {each: each.read_bytes() for each in (path, *others)}
     path.write_bytes(data)
     try:
@@ -93,17 +87,10 @@ def folder(tmp_path_factory):
 
 
 ODD = ["<|im_end|>", "</s>", "<unk>", "\ufdd0\U000f0001", "\ud800", "空", "user", "assistant"]
-json_scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**20), 10**20)
-    | st.floats()
-    | st.text(max_size=12)
-    | st.sampled_from(ODD)
-)
+json_scalars = st.sampled_from([None, True, False, *ODD]) | st.integers(-(10**20), 10**20) | st.floats()
 keys = st.sampled_from(["role", "content", "prompt", "x"])
 json_values = st.recursive(
-    json_scalars,
+    json_scalars | st.text(max_size=12),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
     max_leaves=6,
 )
@@ -122,6 +109,11 @@ def edited(data, changes):
         after = (max(0, at - length), at + length, at + len(new))[length % 3]
         data = data[:at] + new + data[after:]
     return data
+
+
+def of_head(data, size, mutate):
+    """Of files with weights only the first bytes are changed: names and shapes."""
+    return mutate(data[:size]) + data[size:]
 
 
 # functions of bytes
@@ -151,8 +143,8 @@ def with_keys(data, change):
     return json.dumps(json.loads(data) | change).encode()
 
 
-ODD = ["delete", 0, -1, 1, 3, 10**9, 10**18, "</s>", "a", [], {}, [0], True]
-new_value = st.tuples(st.integers(0, 10**6), json_values | st.sampled_from(ODD))
+ODD_VALUES = ["delete", 0, -1, 1, 3, 10**9, 10**18, "</s>", "a", [], {}, [0], True]
+new_value = st.tuples(st.integers(0, 10**6), json_values | st.sampled_from(ODD_VALUES))
 value_changes = st.lists(new_value, min_size=1, max_size=3).map(lambda x: partial(with_values, changes=x))
 
 
@@ -195,20 +187,6 @@ def tokenizers():
     return [demo, word_tokenizer(["user", "assistant", "hi"]), picky]
 
 
-def read_all(path, tokenizer):
-    """Read a file as each dataset -> how many could: token ids or one error line; the file is unchanged."""
-    before = path.read_bytes()
-    read = 0
-    for dataset in DATASETS:
-        with one_line_or_fine(path):
-            for item in dataset(path, tokenizer, 10**7):
-                ids = item.prompt_ids if dataset is RLAIFDataset else item[0]
-                assert ids and all(type(i) is int for i in ids)
-            read += 1
-    assert path.read_bytes() == before
-    return read
-
-
 READ = []
 LINES = [  # and what went wrong
     (0, '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"),  # RecursionError
@@ -225,24 +203,34 @@ LINES = [  # and what went wrong
 LINES = [{"number": number, "data": f"{line}\n".encode()} for number, line in LINES]
 
 
-@fuzz(500, *LINES, data=contents, number=st.integers(0, 2))
+@fuzz(250, *LINES, data=contents, number=st.integers(0, 2))
 def test_data_files(data, number, folder, tokenizers):
+    """Each dataset reads token ids, or there is one error line."""
     path = folder / "data.jsonl"
     path.write_bytes(data)
-    READ.append(read_all(path, tokenizers[number]))
+    READ.append(0)
+    for dataset in DATASETS:
+        with one_line_or_fine(path):
+            for item in dataset(path, tokenizers[number], 10**7):
+                ids = item.prompt_ids if dataset is RLAIFDataset else item[0]
+                assert ids and all(type(i) is int for i in ids)
+            READ[-1] += 1
+    assert path.read_bytes() == data
 
 
 def test_many_of_these_files_could_be_read_and_many_not():
-    assert not READ or min(READ.count(0), len(READ) - READ.count(0)) > 80
+    assert not READ or min(READ.count(0), len(READ) - READ.count(0)) > 40
 
 
 @pytest.mark.parametrize("path", ["a\0b", "\ud800", "x" * 5000, "", "."])
 def test_paths_that_are_invalid(path, tokenizers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # "." is an empty folder
-    loads = [lambda kind=kind: kind(path, tokenizers[0], 10) for kind in DATASETS]
-    for load in (*loads, lambda: load_policy(path), lambda: load_tokenizer(path)):
+    for kind in DATASETS:
         with pytest.raises(InputError):
-            load()
+            kind(path, tokenizers[0], 10)
+    for load in (load_policy, load_tokenizer):
+        with pytest.raises(InputError):
+            load(path)
     with suppress(InputError):  # there may be a tokenizer in model/
         tokenizer_source(f"{path}.pth")
 
@@ -251,18 +239,18 @@ def test_a_tokenizer_without_an_end(tmp_path):
     tokenizer = word_tokenizer(["a"])
     tokenizer.eos_token = None
     path = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "a", "answer": "a"}])
-    refused_shortly(lambda: SFTDataset(path, tokenizer, 10), "EOS")
+    check_line(refused("EOS", SFTDataset, path, tokenizer, 10))
 
 
 FLAGS = train_ppo.flag_parser().flags
-ODD_VALUES = ["nan", "inf", "-inf", "1e400", "1e-400", "", " ", "0x10", "1_0", "１２", "--", "-1e5", "\0"]
-ODD_VALUES += ["9" * 250, "1" + "0" * 200, "\ud800", "a\nb", "x" * 300, "auto", "loss", "float32"]
+ODD_TEXTS = ["nan", "inf", "-inf", "1e400", "1e-400", "", " ", "0x10", "1_0", "１２", "--", "-1e5", "\0"]
+ODD_TEXTS += ["9" * 250, "1" + "0" * 200, "\ud800", "a\nb", "x" * 300, "auto", "loss", "float32"]
 numbers = st.integers(-(10**30), 10**30) | st.integers(-3, 300) | st.floats() | st.floats(0, 2)
-values = numbers.map(str) | st.sampled_from(ODD_VALUES) | st.text(max_size=10)
+values = numbers.map(str) | st.sampled_from(ODD_TEXTS) | st.text(max_size=10)
 chosen_flags = st.lists(st.tuples(st.sampled_from(sorted(FLAGS)), values), min_size=1, max_size=3)
 
 
-@fuzz(300, chosen=chosen_flags, together=st.booleans())
+@fuzz(120, chosen=chosen_flags, together=st.booleans())
 def test_flags(chosen, together):
     argv = [f"--{name}={value}" for name, value in chosen]
     if not together:
@@ -285,11 +273,11 @@ TOO_MUCH |= {"model": "x" * 5000, "out_dir": "a\0b"}
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_values_that_would_take_all_memory_or_time(name):
-    refused_shortly(lambda: train_ppo.parse_args([f"--{name}", str(TOO_MUCH[name])]), f"--{name}")
+    check_line(refused(f"--{name}", train_ppo.parse_args, [f"--{name}={TOO_MUCH[name]}"]))
 
 
 TINY_RUN = {"batch_size": 4, "mini_batch_size": 2, "max_gen_len": 4, "max_seq_len": 32, "eval_interval": 0}
-TINY_RUN |= {"critic_warmup_steps": 0, "device": "cpu"}
+TINY_RUN |= {"critic_warmup_steps": 0, "device": "cpu", "max_steps": 2}
 SMALL = ["-1", "0", "1", "2", "3", "4", "9" * 30]
 FLOATS = ["-1", "0", "1e-300", "1e-8", "0.5", "1", "50", "1e5", "1e6", "1e38", "1e300", "nan", "inf", "1e400"]
 OTHERS = {  # values with which a tiny run stays tiny; wrong files and devices: test_cli.py
@@ -311,17 +299,12 @@ OF_NUMBERS = {  # every number that the script declares, so that no new flag is 
 CHOICES = [(name, value) for name, these in (OF_NUMBERS | OTHERS).items() for value in these]
 
 
-@fuzz(
-    20,
-    chosen=st.lists(st.sampled_from(CHOICES), min_size=1, max_size=3, unique=True),
-    steps=st.integers(1, 2),
-)
-def test_runs(chosen, steps, files, folder):
-    out = folder / "out"
-    shutil.rmtree(out, ignore_errors=True)
+@fuzz(14, chosen=st.lists(st.sampled_from(CHOICES), min_size=1, max_size=3, unique=True))
+def test_runs(chosen, files, folder):
+    shutil.rmtree(folder / "out", ignore_errors=True)
     with one_line_or_fine():
         try:
-            train_ppo.main(flags(**{**files, **TINY_RUN, "out_dir": out, "max_steps": steps, **dict(chosen)}))
+            train_ppo.main(flags(**files | TINY_RUN | {"out_dir": folder / "out"} | dict(chosen)))
         except SystemExit as error:
             check_line(str(error))
 
@@ -340,19 +323,12 @@ WEIGHTS = saved(minimind_state())
 TENSORS = [torch.zeros(32, 32, dtype=torch.int64), torch.zeros(8, 32, dtype=torch.complex64)]
 TENSORS += [torch.zeros(10, 32).to_sparse(), torch.full((10, 32), torch.nan), torch.tensor(1.0)]
 TENSORS += [torch.zeros(10, 32, device="meta"), torch.zeros(64, 32, dtype=torch.float64)]
-TENSORS += [torch.zeros(1).expand(50_000, 32), torch.zeros(10**9, device="meta")]
-tensors = (
-    st.lists(st.integers(0, 70), max_size=3).map(torch.zeros)
-    | st.sampled_from(TENSORS)
-    | st.none()
-    | st.integers()
-    | st.text(max_size=3)
-)
+TENSORS += [torch.zeros(1).expand(50_000, 32), torch.zeros(10**9, device="meta"), None, -1, "a"]
+tensors = st.lists(st.integers(0, 70), max_size=3).map(torch.zeros) | st.sampled_from(TENSORS)
 names = st.sampled_from([*minimind_state(), "model.layers.1.x", "model.layers.0.mlp.gate.weight", "x"])
 pth_files = (
     mutations.map(lambda mutate: mutate(WEIGHTS))
-    # most of the file is weights, where changes are not noticed
-    | mutations.map(lambda mutate: mutate(WEIGHTS[:2500]) + WEIGHTS[2500:])
+    | mutations.map(lambda mutate: of_head(WEIGHTS, 2500, mutate))
     | st.dictionaries(names, tensors, min_size=1, max_size=3).map(lambda x: saved({**minimind_state(), **x}))
     | json_values.map(saved)
     | json_values.map(lambda x: json.dumps(x).encode())
@@ -366,7 +342,7 @@ def load_and_look(path):
     eos_ids(word_tokenizer(["a"]), model)
 
 
-@fuzz(300, data=pth_files)
+@fuzz(150, data=pth_files)
 def test_pth(data, folder):
     path = folder / "mutated.pth"
     path.write_bytes(data)
@@ -382,24 +358,17 @@ class Evil:
         return (Path.touch, (Path("it ran"),))
 
 
-REFUSED = [
-    {**minimind_state(), "model.embed_tokens.weight": x}
-    for x in (
-        torch.zeros(10, 32).to_sparse(),  # NotImplementedError
-        torch.zeros(10, 32, device="meta"),  # no numbers at all
-        torch.zeros(0, 32),  # IndexError in MiniMind's model
-    )
-]
-REFUSED += [Evil(), {**minimind_state(), "x": Evil()}]
+NONE = [torch.zeros(10, 32).to_sparse(), torch.zeros(10, 32, device="meta"), torch.zeros(0, 32)]  # no weights
+REFUSED = [{"model.embed_tokens.weight": x} for x in NONE] + [{"x": Evil()}]
 
 
-@pytest.mark.parametrize("thing", REFUSED)
 @pytest.mark.parametrize("save", [saved, pickle.dumps])
-def test_weights_that_are_none_and_pickles_that_do_something(save, thing, tmp_path, monkeypatch):
+def test_weights_that_are_none_and_pickles_that_do_something(save, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("odd.pth").write_bytes(save(thing))
-    refused_shortly(lambda: load_policy("odd.pth"), "odd.pth")
-    assert not Path("it ran").exists()
+    for thing in (Evil(), *(minimind_state() | change for change in REFUSED)):
+        Path("odd.pth").write_bytes(save(thing))
+        check_line(refused("odd.pth", load_policy, "odd.pth"))
+        assert not Path("it ran").exists()
 
 
 @pytest.fixture(scope="module")
@@ -409,30 +378,26 @@ def model_folder(folder):
     return path
 
 
-def mutated(path, mutate):
-    """The mutated bytes of a file: of weights only names and shapes; in a config with whole numbers below
-    100, or a model of 10**9 layers would be built."""
-    data = path.read_bytes()
-    if path.name == "model.safetensors":
-        return mutate(data[:900]) + data[900:]
+def with_small_numbers(data, mutate):
+    """Whole numbers end below 100, or a model of 10**9 layers would be built."""
     data = mutate(data)
-    if path.name == "config.json":
-        with suppress(ValueError):
-            return json.dumps(json.loads(data, parse_int=lambda digits: int(digits[-2:]))).encode()
+    with suppress(ValueError):
+        return json.dumps(json.loads(data, parse_int=lambda digits: int(digits[-2:]))).encode()
     return data
 
 
-def read_model(folder):
-    with one_line_or_fine(folder, "eos_token_id", "--tokenizer"):
-        load_and_look(folder)
-
-
-CONFIGS = ["config.json", "config.json", "generation_config.json"]
-of_config = st.tuples(st.sampled_from(CONFIGS), mutations | value_changes | value_changes)
-of_weights = st.tuples(st.just("model.safetensors"), mutations)
+json_changes = mutations | value_changes | value_changes
+of_config = st.tuples(
+    st.just("config.json"), json_changes.map(lambda x: partial(with_small_numbers, mutate=x))
+)
+of_generation = st.tuples(st.just("generation_config.json"), json_changes)
+of_weights = st.tuples(
+    st.just("model.safetensors"), mutations.map(lambda x: partial(of_head, size=900, mutate=x))
+)
 FOLDERS = [  # and what went wrong
     ("config.json", {"architectures": [None]}),  # AttributeError: None has no endswith
     ("config.json", {"architectures": 1}),  # TypeError: not iterable
+    ("config.json", {"vocab_size": 10**10}),  # terabytes were allocated
     ("generation_config.json", {"eos_token_id": [[0]]}),  # TypeError: unhashable
     ("generation_config.json", {"eos_token_id": {}}),  # TypeError: unhashable
     ("generation_config.json", {"eos_token_id": ["a", 0]}),  # TypeError: not comparable
@@ -440,17 +405,12 @@ FOLDERS = [  # and what went wrong
 FOLDERS = [{"change": (file, partial(with_keys, change=change))} for file, change in FOLDERS]
 
 
-@fuzz(150, *FOLDERS, change=of_config | of_config | of_weights)
+@fuzz(90, *FOLDERS, change=of_config | of_config | of_generation | of_weights)
 def test_model_folders(change, model_folder):
     file, mutate = change
-    with changed(model_folder / file, mutated(model_folder / file, mutate)):
-        read_model(model_folder)
-
-
-def test_a_vocabulary_of_terabytes_is_not_allocated(model_folder):
-    path = model_folder / "config.json"
-    with changed(path, with_keys(path.read_bytes(), {"vocab_size": 10**10})):
-        read_model(model_folder)
+    data = mutate((model_folder / file).read_bytes())
+    with changed(model_folder / file, data), one_line_or_fine(model_folder, "eos_token_id", "--tokenizer"):
+        load_and_look(model_folder)
 
 
 @pytest.fixture(scope="module")
@@ -464,48 +424,9 @@ def tokenizer_folder(folder):
     return path
 
 
-def read_tokenizer(folder):
-    with one_line_or_fine(folder):
-        tokenizer = load_tokenizer(folder)
-        check_tokenizer(tokenizer, tiny_llama(400))
-        for dataset in (RLAIFDataset, SFTDataset):
-            with one_line_or_fine(folder):
-                dataset(folder / "data.jsonl", tokenizer, 10**6)
-
-
 OF_TOKENIZER = ["tokenizer.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
 of_json = st.tuples(st.sampled_from(OF_TOKENIZER), mutations | value_changes)
 of_template = st.tuples(st.just("chat_template.jinja"), mutations)
-
-
-@fuzz(200, change=of_json | of_json | of_json | of_template)
-def test_tokenizers(change, tokenizer_folder):
-    file, mutate = change
-    with changed(tokenizer_folder / file, mutate((tokenizer_folder / file).read_bytes())):
-        read_tokenizer(tokenizer_folder)
-
-
-PROCESSOR = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}]}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [  # each causes a Rust panic, which is no Exception (and prints more than one line)
-        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-        {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAAA"}},
-        {"post_processor": PROCESSOR | {"pair": [], "special_tokens": {}}},
-    ],
-)
-def test_corpus_of_tokenizers(change, tokenizer_folder):
-    path = tokenizer_folder / "tokenizer.json"
-    data = tokenizer_folder / "data.jsonl"
-    with changed(path, with_keys(path.read_bytes(), change)):
-        refused_shortly(lambda: RLAIFDataset(data, load_tokenizer(tokenizer_folder), 100), tokenizer_folder)
-        read_tokenizer(tokenizer_folder)
-
-
 TEMPLATES = [
     "{% for m in messages %}", "{{ nothing.there }}", "{{ messages[7].content }}", "{{ messages + 1 }}",
     "{{ 1 / 0 }}", "{{ raise_exception('no\nlines') }}", "{{ raise_exception(messages[0].content * 1000) }}",
@@ -513,12 +434,29 @@ TEMPLATES = [
     "{{ messages[0].content.encode('ascii') }}", "{{ ''.__class__.__mro__ }}", "{{ messages | tojson }}",
     "{{ messages[0].content[1:] }}<|im_end|>", "{{ messages[0].content | upper }}",
 ]  # fmt: skip
+PROCESSOR = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}]}
+PANICS = [  # of Rust, which are no Exception, and print more than one line
+    {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAAA"}},
+    {"post_processor": PROCESSOR | {"pair": [], "special_tokens": {}}},
+]
+TOKENIZERS = [("chat_template.jinja", lambda data, text=text: text.encode()) for text in TEMPLATES]
+TOKENIZERS += [("tokenizer.json", partial(with_keys, change=change)) for change in PANICS]
+TOKENIZERS = [{"change": change} for change in TOKENIZERS]
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_chat_templates(template, tokenizer_folder):
-    with changed(tokenizer_folder / "chat_template.jinja", template.encode()):
-        read_tokenizer(tokenizer_folder)
+@fuzz(120, *TOKENIZERS, change=of_json | of_json | of_json | of_template)
+def test_tokenizers(change, tokenizer_folder):
+    file, mutate = change
+    path = tokenizer_folder / file
+    with changed(path, mutate(path.read_bytes())), one_line_or_fine(tokenizer_folder):
+        tokenizer = load_tokenizer(tokenizer_folder)
+        check_tokenizer(tokenizer, tiny_llama(400))
+        for dataset in (RLAIFDataset, SFTDataset):
+            with one_line_or_fine(tokenizer_folder):
+                dataset(tokenizer_folder / "data.jsonl", tokenizer, 10**6)
 
 
 RETURNS = [  # beside those of test_reward_function.py
@@ -533,7 +471,14 @@ PYTHON_LINES = [
 ]  # fmt: skip
 
 
-def reward_of(folder, text):
+RETURNS = [
+    {"lines": ["import torch", "def f(prompts, responses, answers):", f"    return {x}"]} for x in RETURNS
+]
+
+
+@fuzz(100, *RETURNS, lines=st.lists(st.sampled_from(PYTHON_LINES) | st.text(max_size=15), max_size=4))
+def test_reward_files(lines, folder):
+    text = "\n".join(lines)
     path = folder / f"reward_{sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}.py"
     path.write_text(text, "utf-8", errors="surrogateescape")
     with one_line_or_fine("--reward_fn"):
@@ -543,25 +488,15 @@ def reward_of(folder, text):
         assert parts["score"].shape == (2,) and parts["score"].isfinite().all()
 
 
-@pytest.mark.parametrize("value", RETURNS)
-def test_what_reward_functions_return(value, folder):
-    reward_of(folder, f"import torch\ndef f(prompts, responses, answers):\n    return {value}\n")
-
-
-@fuzz(150, lines=st.lists(st.sampled_from(PYTHON_LINES) | st.text(max_size=15), max_size=4))
-def test_reward_files(lines, folder):
-    reward_of(folder, "\n".join(lines))
-
-
 @pytest.fixture(scope="module")
 def trained(files, tmp_path_factory):
     out = tmp_path_factory.mktemp("trained")
-    argv = flags(**files, **TINY_RUN, max_steps=2, save_interval=1, run_name="r", out_dir=out)
+    argv = flags(**files, **TINY_RUN, save_interval=1, run_name="r", out_dir=out)
     train_ppo.main(argv)
     return out / "r", argv
 
 
-@fuzz(100, mutate=mutations, number=st.integers(0, 5))
+@fuzz(60, mutate=mutations, number=st.integers(0, 5))
 def test_mutated_checkpoints(mutate, number, trained):
     saved_files = sorted((trained[0] / "checkpoints" / "step_2").iterdir())
     path = saved_files[number % len(saved_files)]
@@ -577,17 +512,14 @@ def test_mutated_checkpoints(mutate, number, trained):
 @pytest.mark.slow
 @fuzz(25, new=st.dictionaries(st.integers(0, 60), json_values, min_size=1, max_size=2), whole=st.booleans())
 def test_checkpoints_with_right_checksums_and_wrong_content(new, whole, trained):
-    """The checksums agree, but no run would have written this content."""
+    """Nothing is found wrong with the file, but no run would have written this content."""
     folder, argv = trained
     state = folder / "checkpoints" / "step_2" / "state.json"
-    sums = state.with_name("SHA256SUMS")
     content = json.loads(state.read_text())
     for number, value in new.items():
         content[sorted(content)[number % len(content)]] = value
     data = json.dumps(next(iter(new.values())) if whole else content, allow_nan=True).encode()
-    hashes = [line for line in sums.read_text().splitlines() if not line.endswith(state.name)]
-    hashes.append(f"{sha256(data).hexdigest()}  {state.name}")
-    others = (sums, folder / "config.json", *folder.glob("*.jsonl"))
-    with changed(state, data, *others), one_line_or_fine():
-        sums.write_text("\n".join(sorted(hashes)))
+    others = (folder / "config.json", *folder.glob("*.jsonl"))
+    with pytest.MonkeyPatch.context() as patch, changed(state, data, *others), one_line_or_fine():
+        patch.setattr(checkpoints, "damage", lambda path: "")
         train_ppo.main([*argv, "--resume", "auto"])

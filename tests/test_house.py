@@ -1,8 +1,8 @@
 """The structure of the code: imports go one way, and what is public has docstrings and types."""
 
 import ast
+import sys
 
-import pytest
 from tiny import ROOT
 
 # Packages by level, the lowest first. A module imports from its own package and from lower levels only.
@@ -56,13 +56,8 @@ def test_every_file_has_a_place_and_imports_point_down():
     """To the same level only within a package."""
     wrong = {module: wrong_imports(module, imports_of(tree)) for module, tree in FILES.items()}
     assert {module: found for module, found in wrong.items() if found} == {}
-    for module, imported in (
-        ("trainer.compute.scoring", "trainer.runs.metrics"),  # up
-        ("trainer.rewards.combine", "trainer.runs.checkpoints"),
-        ("model.loading", "dataset.formats"),
-        ("trainer.supervised", "trainer.train_sft"),
-    ):
-        assert wrong_imports(module, {imported}) == [imported]
+    assert wrong_imports("trainer.compute.scoring", {"trainer.runs.metrics"})  # up
+    assert wrong_imports("trainer.rewards.combine", {"trainer.runs.checkpoints"})  # across
     assert all(map(room_of, FILES))
     assert len(FILES) > 50
 
@@ -95,15 +90,23 @@ def test_public_functions_have_types():
     assert untyped(ast.parse(source)) == ["A.f", "A.g"]
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_what_is_public_has_a_docstring_and_it_is_short(module):
+def test_what_is_public_has_a_docstring_and_it_is_short():
     """The why stands in docs/. Scripts begin with the algorithm."""
-    tree = FILES[module]
-    free = "make_" in module or module.endswith("__init__")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            said = ast.get_docstring(node) or ""
-            assert len([line for line in said.splitlines() if line]) <= 5, node.name
-            private = node.name.startswith("_") or node.name in ("main", "parse_args")
-            assert said or private or free or node not in tree.body, node.name
-    assert free or ast.get_docstring(tree)
+    for module, tree in FILES.items():
+        free = "make_" in module or module.endswith("__init__")
+        assert free or ast.get_docstring(tree), module
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                said = ast.get_docstring(node) or ""
+                assert len([line for line in said.splitlines() if line]) <= 5, (module, node.name)
+                private = node.name.startswith("_") or node.name in ("main", "parse_args")
+                assert said or private or free or node not in tree.body, (module, node.name)
+
+
+def test_nothing_beside_the_scripts_hides_what_they_import():
+    """Python looks for a module in the script's folder first."""
+    libraries = {
+        name for name, x in sys.modules.items() if "site-packages" in (getattr(x, "__file__", 0) or "")
+    }
+    beside = {path.stem for path in (ROOT / "trainer").iterdir()} - {"__init__", "__pycache__"}
+    assert not beside & (libraries | sys.stdlib_module_names)

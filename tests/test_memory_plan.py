@@ -2,6 +2,7 @@
 
 import re
 from argparse import Namespace
+from functools import cache
 
 import pytest
 import torch
@@ -22,13 +23,6 @@ TINY = {"batch_size": 4, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 1,
 QWEN = {"vocab_size": 151_936, "num_key_value_heads": 2, "tie_word_embeddings": True, "num_labels": 1}
 
 
-def qwen(*sizes):
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    return T.Qwen2Config(**dict(zip(names, sizes, strict=True)), **QWEN)
-
-
-HALF = qwen(896, 24, 14, 4864)
-ONE_AND_A_HALF = qwen(1536, 28, 12, 8960)
 LARGE = ["--model", "x", "--batch_size", "64", "--mini_batch_size", "16", "--max_gen_len", "512"]
 # tiny_llama(10): hidden 32, one layer, tied: 10 x 32 embeddings, two norms in the layer and one more
 LINEAR = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
@@ -70,10 +64,14 @@ def standing(*argv, **more):
     return {part: size for part, size in phases["update"].items() if size and part in phases["rollout"]}
 
 
-def on_meta(config, reward_dtype=BF16):
+@cache
+def half_on_meta():
+    """A policy and a reward model of Qwen2.5-0.5B's shape, on no device."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    config = T.Qwen2Config(**dict(zip(names, (896, 24, 14, 4864), strict=True)), **QWEN)
     with torch.device("meta"):
         policy = T.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return policy, T.AutoModelForSequenceClassification.from_config(config, dtype=reward_dtype)
+        return policy, T.AutoModelForSequenceClassification.from_config(config, dtype=BF16)
 
 
 def exact_llama():
@@ -143,30 +141,20 @@ def test_keys_and_values_and_activations_by_hand():
     assert whole - half == pytest.approx(2 * (half - quarter), rel=0.01)
 
 
-def test_a_phase_has_what_it_needs_and_keys_and_values_unless_they_are_released():
-    policy, reward = on_meta(HALF)
-    given = {"model": policy, "start": reward, "rewards": [reward], "device": GPU}
-    plan = planned(*LARGE, "--offload_frozen", "1", **given)
-    assert not {"reference", "reward models"} & set(plan.phases["update"])
-    assert {"reference", "reward models", "KV cache", "logits"} < set(plan.phases["rollout"])
-    released = planned(*LARGE, "--offload_frozen", "1", **given, release_cache=True)
-    assert released.phases["rollout"] == plan.phases["rollout"]
-    assert plan.peak - released.peak == plan.cache
-
-
 @pytest.mark.parametrize("device", [GPU, CPU])
 def test_each_remedy_of_the_message_takes_less(device):
     """Where nothing fits, the line names flags: each of them makes the largest plan smaller."""
-    policy, reward = on_meta(HALF)
+    policy, reward = half_on_meta()
     given = {"model": policy, "start": reward, "rewards": [reward], "device": device}
-    whole = planned(*LARGE, **given).peak
-    assert planned(*LARGE, "--max_gen_len", "256", **given).peak < whole
-    assert planned(*LARGE, shard=1, processes=2, **given).peak < whole
+    plan = planned(*LARGE, **given)
+    assert plan.peak - planned(*LARGE, **given, release_cache=True).peak == plan.cache
+    phases = planned(*LARGE, "--offload_frozen", "1", **given).phases
+    assert {"reference", "reward models"} <= phases["rollout"].keys() - phases["update"].keys()
     named = dict(re.findall(r"(--\w+) (\w+)", plans.REMEDIES))
-    assert named.pop("--shard") == "1"
-    assert len(named) == 5
-    for flag in named.items():
-        assert planned(*LARGE, *flag, **given).peak < whole, flag
+    assert len(named) == 6 and named.pop("--shard") == "1"
+    assert planned(*LARGE, shard=1, processes=2, **given).peak < plan.peak
+    for flag in [*named.items(), ("--max_gen_len", "256")]:
+        assert planned(*LARGE, *flag, **given).peak < plan.peak, flag
 
 
 def test_a_reward_model_of_its_own_code_may_have_no_embeddings():
@@ -179,24 +167,24 @@ def test_a_reward_model_of_its_own_code_may_have_no_embeddings():
     assert (sizes.all, sizes.table, sizes.bytes) == (20, 0, 80)
 
 
-def checked(monkeypatch, config, room, *argv, device=GPU):
-    """``check_memory`` for this shape where ``room`` bytes are there in all -> (plan, note)."""
-    policy, reward = on_meta(config)  # they are elsewhere
+def checked(monkeypatch, room, *argv, device=GPU):
+    """``check_memory`` for these models where ``room`` bytes are there in all -> (plan, note)."""
+    policy, reward = half_on_meta()  # they are elsewhere
     monkeypatch.setattr(plans, "free_memory", lambda device: int(room))
     return check_memory(case_of(*LARGE, *argv, model=policy, start=reward, rewards=[reward], device=device))
 
 
 def test_micro_batches_follow_from_the_memory(monkeypatch):
-    plans_of = [checked(monkeypatch, HALF, room * GB)[0] for room in (400, 40, 35, 30, 24)]
+    plans_of = [checked(monkeypatch, room * GB)[0] for room in (400, 40, 35, 30, 24)]
     budgets = [plan.token_budget for plan in plans_of]
     assert budgets[0] == 1 << 16
     assert budgets == sorted(budgets, reverse=True)
     assert len(set(budgets)) >= 3
     assert (budgets[-1], plans_of[-1].release_cache) == (plans.SMALL_BUDGET, True)
-    assert checked(monkeypatch, HALF, 400 * GB, device=CPU)[0].token_budget == 1 << 11
+    assert checked(monkeypatch, 400 * GB, device=CPU)[0].token_budget == 1 << 11
     torch.use_deterministic_algorithms(True)
     try:
-        assert checked(monkeypatch, HALF, 400 * GB)[0].token_budget == 1 << 13
+        assert checked(monkeypatch, 400 * GB)[0].token_budget == 1 << 13
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -204,8 +192,8 @@ def test_micro_batches_follow_from_the_memory(monkeypatch):
 def test_keys_and_values_are_released_only_where_memory_is_short(monkeypatch):
     argv = ["--gradient_checkpointing", "1", "--moments_dtype", "bfloat16", "--batch_size", "256"]
     argv += ["--max_gen_len", "2000", "--mini_batch_size", "4"]  # the rollout takes the most
-    plan, _ = checked(monkeypatch, HALF, 40 * GB, *argv)
-    fewer, note = checked(monkeypatch, HALF, 18 * GB, *argv)
+    plan, _ = checked(monkeypatch, 40 * GB, *argv)
+    fewer, note = checked(monkeypatch, 18 * GB, *argv)
     assert (plan.slots, plan.release_cache, fewer.release_cache) == (256, False, True)
     assert fewer.slots < 256
     assert fewer.cache == plan.cache * fewer.slots // 256
@@ -259,22 +247,17 @@ def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_pa
     counted = []
 
     def noted(case, in_step):
-        counted.append((len(case.rewards), case.responses, case.width))
+        counted.append((len(case.rewards), case.responses))
+        assert case.width < 30  # as long as the prompts are, whatever the limit
         raise InputError("enough")
-
-    def run(**more):
-        refused("enough", train, **TINY, out_dir=tmp_path / "out", max_seq_len=100, **more)
 
     monkeypatch.setattr(ppo_run, "check_memory", noted)
     files = run_files(tmp_path, count=8)
+    model = files.pop("reward_model")
     held_out = {"eval_data_path": files["data_path"]}
-    run(**files, **held_out)
-    judge = {"eval_reward_model": files.pop("reward_model")}
-    run(**files)
-    run(**files, **held_out, **judge)
-    assert [(models, responses) for models, responses, _ in counted] == [(1, 8), (0, 4), (1, 8)]
-    (width,) = {width for *_, width in counted}
-    assert width < 30  # as long as the prompts are, whatever the limit
+    for more in ({"reward_model": model, **held_out}, {}, {"eval_reward_model": model, **held_out}):
+        refused("enough", train, **TINY, **files, **more, out_dir=tmp_path / "out", max_seq_len=100)
+    assert counted == [(1, 8), (0, 4), (1, 8)]
     assert not (tmp_path / "out").exists()
 
 
@@ -290,7 +273,7 @@ def test_a_run_that_releases_keys_and_values_is_the_same(monkeypatch, tmp_path):
     monkeypatch.setattr(train_ppo, "learn", noted)
     releasing = lambda case, budget, *_: memory_plan(case, budget, True, slots=2)  # noqa: E731
     for name in ("kept", "released"):
-        train(**files, **{**TINY, "max_steps": 3}, dtype="float32", out_dir=tmp_path / name, run_name="r")
+        train(**files, **{**TINY, "max_steps": 2}, dtype="float32", out_dir=tmp_path / name, run_name="r")
         monkeypatch.setattr(plans, "memory_plan", releasing)
-    assert samplers == [(False, 8)] * 3 + [(True, 8)] * 3  # 4 and 2 rounded up: products of as many rows
-    same_run(tmp_path / "kept" / "r", tmp_path / "released" / "r", step=3)
+    assert samplers == [(False, 8)] * 2 + [(True, 8)] * 2  # 4 and 2 rounded up: products of as many rows
+    same_run(tmp_path / "kept" / "r", tmp_path / "released" / "r", step=2)

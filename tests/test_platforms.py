@@ -44,12 +44,8 @@ assert kernels.library() is None
 def folder(tmp_path_factory):
     """A copy of the code, and the files of a run, in a folder whose name is not ASCII."""
     folder = tmp_path_factory.mktemp("platforms") / "mein Ördner 模型"
-    skip = shutil.ignore_patterns("__pycache__", "demo", "out")
-    for name in ("trainer", "model", "dataset"):
-        shutil.copytree(ROOT / name, folder / name, ignore=skip)
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, folder)
-    return folder
+    skip = shutil.ignore_patterns(".*", "__pycache__", "demo", "out", "tests", "docs", "benchmarks", "shared")
+    return shutil.copytree(ROOT, folder, ignore=skip)
 
 
 def run(folder, argv, code=0, **environment):

@@ -3,7 +3,6 @@
 import io
 import re
 import sys
-import time
 
 import pytest
 from tiny import WORDS, run_files, same_run, tiny_llama, train, write_jsonl
@@ -22,23 +21,24 @@ class Terminal(io.StringIO):
 
 def written(stderr, rank, seconds, monkeypatch):
     """What a phase of three things, each of which takes so long, writes to stderr."""
+    clock = [100.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(progress_bar, "DELAY", 0.2)
     with phase("inside", 3, "things") as bar:
         for _ in range(3):
-            time.sleep(seconds)
+            clock[0] += seconds
             bar.update()
     return stderr.getvalue()
 
 
 def test_only_a_slow_phase_of_the_main_process_in_a_terminal_shows_its_bar_and_takes_it_away(monkeypatch):
-    shown = written(Terminal(), "0", 0.15, monkeypatch)
-    assert re.search(r"inside: +67%.* 2/3 \[00:0\d<00:0\d, .* things/s\]", shown)
+    shown = written(Terminal(), "0", 1.5, monkeypatch)
+    assert re.search(r"inside: +67%.* 2/3 \[00:03<00:01, +1.50s/ things\]", shown)
+    assert "33%" not in shown
     assert re.search(r"\r +\r$", shown)  # blanks over the last one
-    assert written(Terminal(), "0", 0.0, monkeypatch) == ""
-    assert written(Terminal(), "1", 0.15, monkeypatch) == ""
-    assert written(io.StringIO(), "0", 0.15, monkeypatch) == ""
+    for stderr, rank, seconds in ((Terminal(), "0", 0.5), (Terminal(), "1", 1.5), (io.StringIO(), "0", 1.5)):
+        assert written(stderr, rank, seconds, monkeypatch) == ""
 
 
 @pytest.fixture
@@ -83,16 +83,14 @@ def test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit(tmp_path, reques
     ):
         assert [this.total for this in ended if this.desc == name] == [total] * count, name
     names = [this.desc for this in ended if this.total != 0]  # one asks for the names of the scores
-    assert names.count("sampling") == 2 + 2 + 2 * 2  # the first ones check the policy and look for the format
-    assert names.count("log-probs") == 1 + 2  # old actor in the first step, reference in both
-    assert names.count("reward model") == 6
+    counts = [names.count(name) for name in ("sampling", "log-probs", "reward model")]
+    assert counts == [2 + 2 + 2 * 2, 1 + 2, 6]  # the first ones check the policy; the reference in both steps
     assert all(this.n == this.total or this.desc.startswith("lines of") for this in ended)
 
 
 def test_sampling_counts_responses_as_they_end(phases):
-    Sampler(tiny_llama(10, spread=2.0), slots=8).sample(
-        [[3, 4]] * 40, noise_keys(0, 0, range(40)), [0], 12, 1.0
-    )
+    sampler = Sampler(tiny_llama(10, spread=2.0), slots=8)
+    sampler.sample([[3, 4]] * 40, noise_keys(0, 0, range(40)), [0], 12, 1.0)
     (seen,) = (this.counts for this in phases if this.desc == "sampling")
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == (0, 40)

@@ -11,7 +11,6 @@ import transformers as T
 from test_invariants import make_run
 from tokenizers.processors import TemplateProcessing
 
-from errors import InputError
 from model.critic import CriticModel
 from model.loading import load_policy, load_tokenizer
 from model.weights import HalfEmbedding, HalfLinear, ScoreHead, weights_hash
@@ -28,7 +27,6 @@ CPU = torch.device("cpu")
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
 WORDS = ["user", "assistant", "one", "two", "three", "four", "five"]
 PAIRS = [("one two", "three " * n + "four") for n in range(1, 9)]
-SCORES = torch.tensor([3.0, -1.0, 4.0, 1.0, 5.0, -9.0, 2.0, 6.0])
 
 
 def judging(table, weight=1.0):
@@ -68,8 +66,6 @@ SUMS = [  # (the reward's fields, responses to p, q, r, {part: scores}, what els
         | {"missing_eos": [0, 0, -2], "overlong": [0, -0.375, -0.5], "score": [0.75, 0.375, -1.75]},
         {"finished": [True, True, False], "lengths": [3, 7, 8]},
     ),
-    (OWN | {"overlong_buffer": 0, "overlong_penalty": 1.0}, ["a"], {"function": [1], "score": [1]}),
-    (OWN | {"overlong_buffer": 4, "overlong_penalty": 0.0}, ["a"], {"function": [1], "score": [1]}),
     (UNEQUAL, ["a", "b"], {"model": [-1.5, 0], "score": [-1.5, 0]}),
     (
         UNEQUAL | NORMALISED,
@@ -126,18 +122,15 @@ def scaled(stats, scores):
     return Reward(running={"model": stats})._clipped("model", scores)
 
 
-def test_running_stats_by_hand_and_however_the_numbers_are_split():
+def test_running_stats_by_hand():
     both = RunningStats.of(torch.tensor([1.0, 2.0, 6.0])) + RunningStats.of(torch.tensor([7.0]))
     assert (both.count, both.mean, both.squares) == (4, 4.0, 26.0)  # 9 + 4 + 4 + 9
-    assert both.std == pytest.approx(math.sqrt(6.5))
     assert scaled(both, torch.tensor([4.0, 10.5])).tolist() == pytest.approx([0.0, 6.5 / math.sqrt(6.5)])
+    far = RunningStats.of(torch.tensor([10_001.0, 10_002.0])) + RunningStats.of(torch.tensor([10_006.0]))
+    close(far, RunningStats(3, 10_003.0, 14.0))
     for scores in (torch.full((5,), 0.1), torch.tensor([7.0])):  # without spread
         seen = RunningStats.of(scores) + RunningStats.of(scores)
         assert scaled(seen, scores).tolist() == [0.0] * len(scores)
-    whole = RunningStats.of(SCORES)
-    for cuts in ([8], [1] * 8, [5, 3]):
-        close(sum(map(RunningStats.of, SCORES.split(cuts)), RunningStats()), whole)
-    close(RunningStats.of(SCORES + 1e4), RunningStats(8, 10001.375, whole.squares))
 
 
 def test_normalised_scores_by_hand():
@@ -176,7 +169,8 @@ def test_every_flag_reaches_the_reward(tmp_path):
     one, other = (tiny.save_reward_dir(tmp_path / name, tokenizer) for name in ("one", "other"))
     wanted = {"missing_eos_penalty": 0.5, "repetition_penalty": 0.1, "length_reward": 0.2, "max_gen_len": 7}
     wanted |= {"overlong_buffer": 3, "overlong_penalty": 0.4, "thinking_reward": 0.6}
-    argv = tiny.flags(**wanted, reward_timeout=9, normalize_reward=1, reasoning=0, reward_dtype="bfloat16")
+    wanted |= {"reward_timeout": 9, "normalize_reward": 1, "reasoning": 0}
+    argv = tiny.flags(**wanted, reward_dtype="bfloat16")
     both = [f"{one}=-2", other], {"model_one": -2, "model_other": 1}
     for specs, weights in (([one], {"model": 1}), both):
         args = train_ppo.parse_args([*argv, "--reward_model", *specs])
@@ -184,8 +178,7 @@ def test_every_flag_reaches_the_reward(tmp_path):
         assert {name: weight for name, (_, weight) in reward.models.items()} == weights
         for model, _ in reward.models.values():
             assert model.model.get_input_embeddings().weight.dtype == torch.bfloat16
-    wanted |= {"reward_timeout": 9, "normalize_reward": 1, "reasoning": 0, "server": None}
-    assert wanted.items() <= vars(reward).items()
+    assert wanted.items() <= vars(reward).items() and reward.server is None
 
 
 def test_a_step_logs_the_mean_of_each_part_and_the_share_at_the_limit(tmp_path):
@@ -199,83 +192,58 @@ def test_a_step_logs_the_mean_of_each_part_and_the_share_at_the_limit(tmp_path):
         assert logged[f"reward/{name}"] == pytest.approx(scores.mean().item(), abs=1e-6)
 
 
-def test_a_score_that_is_no_number_is_refused():
+def test_what_is_no_number_or_no_reward_model_is_refused(tmp_path):
     reward = Reward({"model": judging({"p: a": math.nan})})
-    with pytest.raises(InputError, match='--reward_model: the score nan for the response "a"'):
-        reward.raw_scores(tiny.request_of(["p"], ["a"]))
+    says = '--reward_model: the score nan for the response "a"'
+    tiny.refused(says, reward.raw_scores, tiny.request_of(["p"], ["a"]))
+    path = tiny.save_reward_dir(tmp_path, tiny.word_tokenizer(WORDS), num_labels=2)
+    tiny.refused("--reward_model .*: it has 2 labels", load_reward_model, path, CPU)
 
 
-def test_what_is_no_reward_model_is_refused(tmp_path):
-    tiny.save_policy_dir(tmp_path / "a causal LM", tiny.word_tokenizer(WORDS))
-    tiny.save_reward_dir(tmp_path / "two labels", tiny.word_tokenizer(WORDS), num_labels=2)
-    says = {"missing": "no such folder here", "two labels": ": it has 2 labels"}
-    for name, line in (says | {"a causal LM": "cannot be loaded: "}).items():
-        tiny.refused(f"--reward_model .*{line}", load_reward_model, str(tmp_path / name), CPU)
-
-
-def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path):
-    tokenizer = tiny.word_tokenizer(WORDS, chat=True)
-    path = tiny.save_reward_dir(tmp_path, tokenizer, reward_offset=5.0)
-    reward_model = load_reward_model(path, CPU)
-    reward_model.max_length = 6
-    score = reward_model([("one two three", "four five four five two")])
-    ids = tokenizer("user one two three </s> assistant four five four five two </s>").input_ids
-    with torch.no_grad():
-        model = T.AutoModelForSequenceClassification.from_pretrained(path)
-        last, first = (model(torch.tensor([x])).logits.item() for x in (ids[-6:], ids[:6]))
-    assert score.item() == pytest.approx(last - 5.0, abs=1e-5)
-    assert abs(first - last) > 1e-3
-
-
-@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
-def test_an_encoder_reads_the_first_token_and_the_end_of_a_long_conversation(tmp_path, kind):
-    """Their scores are read at the first token. RoBERTa's positions begin behind its pad token's."""
+def save_encoder(folder, kind):
+    """A BERT or RoBERTa that takes 8 tokens: RoBERTa's positions begin behind its pad token's."""
     tokenizer = tiny.word_tokenizer([*WORDS, "<s>"])
     tokenizer.add_special_tokens({"cls_token": "<s>"})
     around = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>")]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A </s>", special_tokens=around
     )
-    tokenizer.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(folder)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = getattr(T, f"{kind}Config")(
-        vocab_size=len(tokenizer), num_labels=1, pad_token_id=1, initializer_range=0.5,
-        max_position_embeddings=8 if kind == "Bert" else 10, **sizes,
-    )  # fmt: skip
+    sizes["max_position_embeddings"] = 8 if kind == "Bert" else 10
+    more = {"num_labels": 1, "pad_token_id": 1, "initializer_range": 0.5}
     torch.manual_seed(0)
-    peer = getattr(T, f"{kind}ForSequenceClassification")(config).eval()
-    peer.save_pretrained(tmp_path)
-    found = load_reward_model(str(tmp_path), CPU)([("one two", "three four five"), ("one two", "five " * 20)])
-    ids = tokenizer(["one two three four five", "five " * 6])["input_ids"]
-    for score, row in zip(found.tolist(), ids, strict=True):
-        assert row[0] == tokenizer.cls_token_id and len(row) <= 8
-        with torch.no_grad():
-            assert score == pytest.approx(peer(torch.tensor([row])).logits.item(), abs=1e-5)
+    config = getattr(T, f"{kind}Config")(vocab_size=len(tokenizer), **sizes, **more)
+    getattr(T, f"{kind}ForSequenceClassification")(config).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded", "no pad token", "encoder"])
+@pytest.mark.parametrize("kind", ["packed", "padded", "no pad token", "Bert", "Roberta"])
 def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkeypatch, kind):
-    """In an encoder all tokens see each other, so padding must be masked. A decoder that looks for its last
-    token by the pad token, and has none, gets one conversation at a time."""
-    tokenizer = tiny.word_tokenizer(WORDS, chat=True)
+    """An encoder's score is read at the first token, and its tokens see each other: padding is masked.
+    A decoder that looks for its last token by the pad token, and has none, gets one at a time. A score loses
+    its offset, and a long conversation its beginning, but for an encoder's first token."""
+    encoder = kind in ("Bert", "Roberta")
     if kind != "packed":
         monkeypatch.setattr("trainer.rewards.reward_models.pack_sequences", lambda backbone: False)
-    tiny.save_reward_dir(tmp_path, tokenizer, pad_token_id=None if kind == "no pad token" else 1)
-    if kind == "encoder":
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-        more = {"num_labels": 1, "initializer_range": 0.5, "pad_token_id": 1, "architectures": None}
-        config = T.BertConfig(vocab_size=len(tokenizer), **sizes, **more)
-        T.BertForSequenceClassification(config).save_pretrained(tmp_path)
+    if encoder:
+        save_encoder(tmp_path, kind)
+    else:
+        pad = None if kind == "no pad token" else 1
+        tokenizer = tiny.word_tokenizer(WORDS, chat=True)
+        tiny.save_reward_dir(tmp_path, tokenizer, pad_token_id=pad, reward_offset=5.0)
     model = load_reward_model(str(tmp_path), CPU)
     assert model.packs == (kind == "packed")
-    conversations = [("one", "two </s>"), ("one two three", "four"), ("five", "one two three four five")]
+    if not encoder:
+        model.max_length = 8
+    conversations = [("one", "two </s>"), ("one two", "three"), ("one two", "five four " * 9 + "three")]
     found = model(conversations).tolist()
     peer = T.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     for pair, score in zip(conversations, found, strict=True):
         (ids,) = conversation_ids(model.tokenizer, [pair])
+        ids = [*ids[:encoder], *ids[encoder:][encoder - 8 :]]
         with torch.no_grad():
-            assert score == pytest.approx(peer(torch.tensor([ids])).logits.item(), abs=1e-5)
+            alone = peer(torch.tensor([ids])).logits.item()
+        assert score == pytest.approx(alone - (0.0 if encoder else 5.0), abs=1e-5)
     assert max(found) - min(found) > 1e-3
 
 
@@ -287,8 +255,9 @@ def saved_in(folder, dtype, offset=0.0):
     return path
 
 
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("stored", "products"), [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+)
 def test_a_16_bit_checkpoint_stays_in_16_bits_and_scores_the_same(tmp_path, stored, products):
     path = saved_in(tmp_path, stored, offset=0.25)
     kept = load_reward_model(path, CPU, dtype=products, weights=stored)
@@ -319,7 +288,6 @@ def test_a_16_bit_checkpoint_stays_in_16_bits_and_scores_the_same(tmp_path, stor
 
 DTYPES = [  # (of the checkpoint, of products, asked for, of the weights)
     (torch.float16, torch.float32, "auto", torch.float32),  # a CPU computes in fp32
-    (torch.float16, torch.bfloat16, "auto", torch.float16),
     (torch.float32, torch.bfloat16, "auto", torch.float32),
     (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16),
 ]
@@ -371,15 +339,12 @@ def test_the_critic_starts_from_no_model_with_fewer_embeddings_than_the_policy(t
         policy = T.LlamaForCausalLM(tiny.llama_config(rows + more))
         start = critic_start("auto", {"model": (reward, 1.0)}, policy, reward.tokenizer)
         assert start == (found or policy, 1.0)
-    with pytest.raises(InputError, match=f"--critic_init reward: .*at least its {rows + 1} embeddings"):
-        critic_start("reward", {"model": (reward, 1.0)}, policy, reward.tokenizer)
+    says = f"--critic_init reward: .*at least its {rows + 1} embeddings"
+    tiny.refused(says, critic_start, "reward", {"model": (reward, 1.0)}, policy, reward.tokenizer)
     policy = T.LlamaForCausalLM(tiny.llama_config(rows))
     positions = reward.model.config.max_position_embeddings
-    for longest, causal, found in (
-        (positions, True, reward.model),
-        (positions + 1, True, None),
-        (9, False, None),
-    ):
+    at_most = (positions, True, reward.model)
+    for longest, causal, found in (at_most, (positions + 1, True, None), (9, False, None)):
         reward.causal = causal  # False: of an encoder, which sees what comes later
         start, _ = critic_start("auto", {"model": (reward, 1.0)}, policy, reward.tokenizer, longest)
         assert start is (found or policy)

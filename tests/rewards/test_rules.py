@@ -49,8 +49,7 @@ NUMBERS = [  # (response, answer, is it right?)
     ("no idea", "72", 0),
     ("72", "72", 1),  # verl's ground truth
 ]
-# its own numbers
-DAPO = {1: 0.0, 16_384: 0.0, 16_385: 1 / 4096, 18_432: 0.5, 20_479: 4095 / 4096, 20_480: 1.0}
+DAPO = {1: 0.0, 16_384: 0.0, 16_385: 1 / 4096, 18_432: 0.5, 20_480: 1.0}  # its own numbers
 RULES = [  # (rule, its arguments, what it gives)
     *((rules.format_reward, (text,), form) for text, form, _ in FORMS),
     *((rules.mark_reward, (text,), marks) for text, _, marks in FORMS),
@@ -60,21 +59,14 @@ RULES = [  # (rule, its arguments, what it gives)
     (rules.is_correct, (GOOD, " 2 ", True), True),
     (rules.is_correct, ("2", "2", True), False),
     (rules.is_correct, (" 2", "2", False), True),
-    (rules.repetition_penalty, ("a b c d e", 0.5), 0.0),
-    (rules.repetition_penalty, ("", 0.5), 0.0),
-    (rules.repetition_penalty, ("a b", 0.5), 0.0),
+    *((rules.repetition_penalty, (text, 0.5), 0.0) for text in ("a b c d e", "", "a b")),
     (rules.repetition_penalty, ("a b c a b c", 0.5), 0.25),  # 1 of 4 trigrams is a repetition
     (rules.repetition_penalty, ("A, a, a, a, a, a", 0.5), 0.5),  # 7 of 9: more than half
     (rules.repetition_penalty, ("x " * 100, 0.3), 0.3),
-    *((rules.length_reward, ("x" * n, 0.5), -0.5) for n in (0, 19, 801)),
-    *((rules.length_reward, ("x" * n, 0.5), 0.5) for n in (20, 800)),
-    (rules.length_reward, ("\n " + "x" * 19, 0.5), -0.5),  # spaces around it do not count
-    (rules.length_reward, ("x" * 800 + "\n", 0.5), 0.5),
+    *((rules.length_reward, ("\n" + "x" * n + " ", 0.5), -0.5) for n in (0, 19, 801)),  # spaces do not count
+    *((rules.length_reward, ("\n" + "x" * n + " ", 0.5), 0.5) for n in (20, 800)),
     *((rules.overlong_penalty, (length, 20_480, 4096, 1.0), penalty) for length, penalty in DAPO.items()),
-    *(
-        (rules.overlong_penalty, (n, 4, 2, 0.5), penalty)
-        for n, penalty in enumerate((0.0, 0.0, 0.25, 0.5), 1)
-    ),
+    (rules.overlong_penalty, (3, 4, 2, 0.5), 0.25),
     (rules.overlong_penalty, (1, 4, 4, 1.0), 0.25),  # every token costs
     *((rules.exact_answer, (["q"], [text], [answer]), [right]) for text, answer, right in NUMBERS),
 ]
