@@ -61,12 +61,10 @@ FORMS = {  # name: (record, prompt, answer), beside the examples of docs/data.md
     "an answer is what it is": ({"prompt": "is there any?", "answer": "无"}, "is there any?", "无"),
     "an answer that is a list": ({"prompt": "hi", "answer": ["5", "ü"]}, "hi", '["5", "ü"]'),
     "hh without an answer": ({"text": ASKED}, ASKED, None),
-    "hh ending with a question": ({"text": TALK}, ASKED, None),
     "hh with the beginning of the answer": ({"prompt": f"{ASKED} So", "answer": " 5"}, f"{ASKED} So", " 5"),
     "a text with an answer": ({"prompt": None, "text": "hi", "answer": "5"}, "hi", "5"),
     "alpaca with no input key": ({"instruction": "hi", "output": "5"}, "hi", "5"),
     "alpaca with a text of both": (ALPACA | {"input": " ", "text": INSTRUCTION}, "hi", "5"),
-    "a question with a number": ({"question": "hi", "answer": 5}, "hi", "5"),
 }
 
 
@@ -98,10 +96,8 @@ SOLUTIONS = {
     "6*12 = <<6*12=72>>72\n#### 72": "72",
     "so\n#### 1,240": "1240",
     "so\n#### $-2.50\n": "-2.50",
-    "####72": "72",
     "#### 1. Data\n#### 2. Tools": "#### 1. Data\n#### 2. Tools",  # headings
     "#### 72 eggs": "#### 72 eggs",
-    "so": "so",
     "": None,
 }
 
@@ -143,9 +139,7 @@ PAIRS = {  # name: (record, prompt, chosen, rejected)
     "explicit, turns": ({"prompt": [U], "chosen": [A], "rejected": [assistant("6")]}, [U], "5", "6"),
     "a repeated prompt that an answer begins": (BEGUN, [A, U], "5", "6"),
     "a prompt repeated": ({"prompt": "hi", "chosen": [U, A], "rejected": [U, assistant("6")]}, [U], "5", "6"),
-    "turns": ({"messages": [U, A], "chosen": [U, A], "rejected": [U, assistant("6")]}, [U], "5", "6"),
     "sharegpt": ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT | {"value": "6"}}, [U], "5", "6"),
-    "a prompt with blanks": ({"prompt": "hi ", "chosen": [U, A], "rejected": [U, A]}, [U], "5", "5"),
     "the last question": ({"prompt": "and?", "chosen": WHOLE, "rejected": WHOLE}, WHOLE[:3], "5", "5"),
     "one system message": ({"prompt": [S, U], "chosen": [U, A], "rejected": [S, U, A]}, [S, U], "5", "5"),
     "hh": ({"chosen": SAID, "rejected": f"{ASKED} 6"}, ASKED, "5", "6"),
@@ -201,7 +195,6 @@ SIDE = "must be an answer to a prompt"
 BAD = [  # (reader, record, what is said[, keys])
     (to_prompt, {"instruction": "hi", "response": "5"}, 'no prompt .*keys found: "instruction", "response"'),
     (to_prompt, {"instruction": " ", "input": "", "output": "5"}, "prompt is empty"),
-    (to_prompt, {"text": 3}, "must be text or a list of"),
     (to_prompt, {"messages": ["hi"]}, NO_TEXT),
     (to_prompt, {"conversations": []}, "not empty"),
     (to_prompt, {"conversations": [A]}, "prompt is empty"),
@@ -209,14 +202,11 @@ BAD = [  # (reader, record, what is said[, keys])
     (to_prompt, {"messages": CALLS[1:3]}, "not only of tools"),
     (to_prompt, {"messages": [assistant(None, tool_calls=[])]}, NO_TEXT),
     (to_demonstration, {"messages": CALLS[:2]}, r"no answer to learn from \(a call of a tool is none\)"),
-    (to_demonstration, {"prompt": "hi", "completion": [user("5")]}, "no answer to learn from"),
-    (to_demonstration, {"text": ASKED}, "no answer"),
     (to_demonstration, {"prompt": "hi"}, 'no answer to learn from .*; keys found: "prompt": .*--answer_key'),
     (to_pair, {"question": "hi", "good": "5"}, 'no "chosen"; keys found: "question", "good".*--chosen_key'),
     (to_pair, {"prompt": "hi", "chosen": "5"}, 'no "rejected"; keys found: "prompt", "chosen".*--rejected_k'),
     (to_pair, {"prompt": "", "chosen": "5", "rejected": "6"}, f'"chosen" {SIDE}'),
     (to_pair, {"chosen": "It is 5", "rejected": "It is 6"}, f'"chosen" {SIDE}.*--prompt_key'),
-    (to_pair, {"chosen": SAID, "rejected": "6"}, f'"rejected" {SIDE}'),
     (to_pair, {"chosen": [A], "rejected": [A]}, f'"chosen" {SIDE}'),
     *((to_pair, PAIRS["a prompt repeated"][0] | {"margin": x}, '"margin" must be') for x in (10**400, None)),
     (to_rated, {"user_input": "hi", "completion": "5"}, 'no rated answer; keys found: "user_input"'),
@@ -225,10 +215,8 @@ BAD = [  # (reader, record, what is said[, keys])
     (to_prompt, {"q": "hi"}, r'no "a" \(--answer_key\); keys found: "q"', Keys("q", "a")),
     (to_prompt, {"q": None}, r'no "q" \(--prompt_key\)', Keys("q")),
     (to_prompt, {"q": "hi"}, r'no "q\.y" \(--prompt_key\); keys found: "q"$', Keys("q.y")),
-    (to_prompt, {"q": ""}, "prompt is empty", Keys("q")),
     (to_demonstration, {"q": "hi", "a": [U]}, 'to learn .* found: "q", "a", "answer": end', Keys("q", "a")),
     (to_pair, {"q": {"text": "hi"}, "bad": "5"}, r"\(--chosen_key\)", KEYS),
-    (to_pair, {"q": {"text": "hi"}, "good": "5"}, r"\(--rejected_key\)", KEYS),
     *(
         (formats.as_messages, [user(content)], f"{NO_TEXT}.*; only text can be read")
         for content in ([*parts("a"), {"type": "input_audio"}], ["a"])
