@@ -109,11 +109,10 @@ def test_default_config_is_minimind2_small():
 
 
 def test_one_moe_layer_by_hand_and_one_token_gives_every_expert_a_gradient():
-    for version in (2, 3):
-        model = tiny_minimind(minimind_version=version, use_moe=True).train()
-        model(random_tokens(1, 1)).logits.square().sum().backward()
-        assert all(weight.grad is not None for weight in model.parameters())
-    model = tiny_minimind(use_moe=True, num_hidden_layers=1)
+    model = tiny_minimind(use_moe=True, num_hidden_layers=1).train()
+    model(random_tokens(1, 1)).logits.square().sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    model.eval()
     layer = model.model.layers[0].mlp
     hidden = torch.randn(32)
     probs = torch.softmax(layer.gate.weight @ hidden, dim=0)
@@ -124,11 +123,8 @@ def test_one_moe_layer_by_hand_and_one_token_gives_every_expert_a_gradient():
         torch.testing.assert_close(layer(hidden.view(1, 1, -1)).flatten(), expected)
 
 
-def test_router_logits_and_the_loss_without_them():
+def test_router_logits():
     model, tokens = tiny_minimind(use_moe=True), random_tokens(3, 7)
-    out = model(tokens, labels=tokens)
-    by_hand = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    torch.testing.assert_close(out.loss, by_hand)
     logits = model.model(tokens, output_router_logits=True).router_logits
     assert [tuple(x.shape) for x in logits] == [(21, 4), (21, 4)]
     sum(x.square().sum() for x in logits).backward()
@@ -283,23 +279,22 @@ NO_FILE = "not a readable torch file"
 NO_MINIMIND = "not the state-dict of a MiniMind"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "no such file"),
-        (b"", NO_FILE),
-        ({"weights": torch.zeros(1), "code": ROOT}, NO_FILE),  # unpickling it would run code
-        ({"model": {"w": torch.zeros(1)}, "step": 1}, NO_MINIMIND),
-        ({0: torch.zeros(1)}, NO_MINIMIND),
-        (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), NO_MINIMIND),
-        (minimind_with(mlp__up_proj=None), r'Missing key\(s\) in state_dict: "model.layers.0.mlp.up'),
-        (minimind_with(extra=torch.zeros(2)), r'Unexpected key\(s\) in state_dict: "model.layers.0.extra'),
-        (minimind_with(mlp__up_proj=torch.zeros(3, 32)), "size mismatch for model.layers.0.mlp.up_proj"),
-        ('{"model_type": "no_such_type"}', "no_such_type"),  # in the config of the folder beside a MiniMind
-        ('{"num_hidden_layers": 3, "layer_types": null}', "Missing key"),
-        ('{"intermediate_size": 96}', "size mismatch"),
-    ],
-)
+BAD_PTH = [
+    (None, "no such file"),
+    (b"", NO_FILE),
+    ({"weights": torch.zeros(1), "code": ROOT}, NO_FILE),  # unpickling it would run code
+    ({"model": {"w": torch.zeros(1)}, "step": 1}, NO_MINIMIND),
+    ({0: torch.zeros(1)}, NO_MINIMIND),
+    (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), NO_MINIMIND),
+    (minimind_with(mlp__up_proj=None), r'Missing key\(s\) in state_dict: "model.layers.0.mlp.up'),
+    (minimind_with(extra=torch.zeros(2)), r'Unexpected key\(s\) in state_dict: "model.layers.0.extra'),
+    (minimind_with(mlp__up_proj=torch.zeros(3, 32)), "size mismatch for model.layers.0.mlp.up_proj"),
+    ('{"model_type": "no_such_type"}', "no_such_type"),  # in the config of the folder beside a MiniMind
+    ('{"intermediate_size": 96}', "size mismatch"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_PTH)
 def test_bad_pth(tmp_path, content, message):
     path = tmp_path / "bad.pth"
     if isinstance(content, str):
@@ -326,15 +321,13 @@ def save(folder, model, **config):
 
 
 AUTO_MAP = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+WIDER = tiny_llama(intermediate_size=64)
 FOLDERS = {  # what the line says: how to make such a folder
     "no such directory": lambda folder: None,
-    "have a `model_type` key in its config.json": lambda folder: folder.mkdir(),
     "classifier or reward model": lambda folder: save(folder, tiny_reward()),
     "no file named": lambda folder: save(folder, None, of=tiny_llama().config),
     "its weights lack": lambda folder: save(folder, tiny_llama(num_hidden_layers=1), of=tiny_llama().config),
-    "lack what its config.json describes": lambda folder: save(
-        folder, tiny_llama(), of=tiny_llama(intermediate_size=64).config
-    ),
+    "its config.json describes": lambda folder: save(folder, tiny_llama(), of=WIDER.config),
     "--trust_remote_code": lambda folder: save(folder, None, model_type="own", auto_map=AUTO_MAP),
 }
 
@@ -366,16 +359,10 @@ def test_a_result_keeps_nothing_of_an_earlier_ones_tokenizer(tmp_path):
     assert (tmp_path / "a/mine.txt").exists()
 
 
-@pytest.mark.parametrize("kind", [*FOLDERS, "not a valid JSON", "Error while deserializing"])
-def test_bad_model_folder(tmp_path, kind):
-    folder = tmp_path / "model"
-    if kind in FOLDERS:
-        FOLDERS[kind](folder)
-    else:
-        save(folder, tiny_llama())
-        name = "config.json" if "JSON" in kind else "model.safetensors"
-        (folder / name).write_text("{" * 100)
-    assert str(folder) in tiny.refused(kind, load_policy, folder)
+@pytest.mark.parametrize("says", FOLDERS)
+def test_bad_model_folder(tmp_path, says):
+    FOLDERS[says](tmp_path / "model")
+    assert str(tmp_path / "model") in tiny.refused(says, load_policy, tmp_path / "model")
 
 
 LOADERS = [load_policy, load_tokenizer, lambda name: load_reward_model(name, torch.device("cpu"))]
