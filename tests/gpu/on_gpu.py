@@ -17,6 +17,8 @@ from test_families import FAMILIES, SIZES, build
 from model.saving import save_policy
 from trainer import train_ppo
 from trainer.generation.cuda_graphs import CudaGraphs
+from trainer.generation.engine import Sampler
+from trainer.generation.sampling import noise_keys
 
 THERE = torch.cuda.is_available()
 REAL = THERE and torch.cuda.get_device_name() != "simulated"
@@ -58,8 +60,7 @@ def no_graphs():
 @contextmanager
 def waits():
     """-> a list that fills with the warnings of operations for which the host waits for the GPU"""
-    before = torch.cuda.get_sync_debug_mode()
-    found = []
+    before, found = torch.cuda.get_sync_debug_mode(), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -68,6 +69,21 @@ def waits():
         finally:
             torch.cuda.set_sync_debug_mode(before)
             found += [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
+
+
+@contextmanager
+def memory_of(size):
+    """At most this many bytes of the GPU's memory are given in this block."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(size / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def sampled(model):
+    return Sampler(model).sample(PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
 
 
 def run_files(folder, name=None, **more):

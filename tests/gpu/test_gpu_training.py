@@ -8,18 +8,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from on_gpu import (
-    HALVES,
-    MODELS,
-    MOE,
-    PROMPTS,
-    assert_near,
-    made,
-    needs_gpu,
-    needs_real_gpu,
-    run_files,
-    train,
-)
+from on_gpu import HALVES, MODELS, MOE, assert_near, made, memory_of, run_files, sampled, train
 from same_runs import same_weights
 
 from model.critic import CriticModel
@@ -29,10 +18,8 @@ from trainer.compute.batching import Layout
 from trainer.compute.fused_layers import KNOWN
 from trainer.compute.precision import set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, pack_sequences, prepare_training
-from trainer.generation.engine import Sampler
-from trainer.generation.sampling import noise_keys
 
-pytestmark = needs_gpu
+pytestmark = on_gpu.needs_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +31,7 @@ def precision():
 
 def scored(model, device, dtype=torch.float32, checkpointing=0, lora_r=0):
     """-> {name: tensor on the CPU}: what one micro-batch gives, and every gradient"""
-    rollout = Sampler(model).sample(PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
+    rollout = sampled(model)
     critic = CriticModel.from_model(model).eval()
     generator = torch.Generator().manual_seed(0)
     critic.value_head.weight.data.normal_(generator=generator)
@@ -128,14 +115,14 @@ def test_sequences_are_packed_and_layers_fused(family, heads, dtype):
     assert [type(m).__name__ for m in known if "forward" not in vars(m)] == []
 
 
-@needs_real_gpu
+@on_gpu.needs_real_gpu
 @on_gpu.needs_bf16
 def test_the_kernels_that_attention_runs():
     """In bf16 with gradients: flash attention, and none of cuDNN's."""
     set_precision("auto", torch.device("cuda", 0))
     model = wide("Llama", 2).cuda()
     prepare_training(model.base_model, 0)
-    rollout = Sampler(model).sample(PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
+    rollout = sampled(model)
     scorer = PolicyScorer(model, torch.bfloat16)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -154,16 +141,13 @@ def test_a_micro_batch_hardly_waits_for_the_gpu():
     model.requires_grad_(True)
     for backbone in (model.base_model, critic.backbone):
         prepare_training(backbone, 0)
-    rollout = Sampler(model).sample(PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
-    scorers = {"actor": PolicyScorer(model), "critic": ValueScorer(critic)}
-    more = {"actor": (1.0,), "critic": ()}
-    for name, scorer in scorers.items():
+    rollout = sampled(model)
+    for scorer, more in ((PolicyScorer(model), [1.0]), (ValueScorer(critic), [])):
         for turn in range(2):  # the first may set something up
             with on_gpu.waits() as found:
                 some = rollout.rows(range(8 * turn, 8 * turn + 8))
-                out = scorer(some.tokens, some.layout, *more[name])
-                out[0].sum().backward()
-        assert len(found) <= 2, (name, [str(w.message) for w in found])
+                scorer(some.tokens, some.layout, *more)[0].sum().backward()
+        assert len(found) <= 2, (scorer, [str(w.message) for w in found])
 
 
 # --------------------------------------------------------------------------------------------- whole runs
@@ -202,21 +186,18 @@ def test_a_deterministic_run_resumes_bit_for_bit(tmp_path, more, dtype):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_processes_equal_one(tmp_path):
-    files = run_files(tmp_path / "files", epochs=9, max_steps=4, save_interval=4, dtype="float32")
-    files |= {"learning_rate": 1e-3, "run_name": "r", "device": "cuda"}
-    argv = {}
-    for name, batch in (("one", 16), ("two", 8)):
-        more = {"batch_size": batch, "mini_batch_size": batch // 2, "out_dir": tmp_path / name}
-        argv[name] = tiny.flags(**{**files, **more})
-    tiny.finish(tiny.launch(argv["one"]), seconds=120)
-    both = tiny.launch_torchrun(2, argv["two"])
-    tiny.finish(both, seconds=180)
+    more = {"batch_size": 16, "mini_batch_size": 8, "epochs": 9, "max_steps": 4, "save_interval": 4}
+    more |= {"learning_rate": 1e-3, "run_name": "r", "device": "cuda", "dtype": "float32"}
+    files = run_files(tmp_path / "files", **more)
     one, two = tmp_path / "one/r", tmp_path / "two/r"
+    tiny.finish(tiny.launch(tiny.flags(**files, out_dir=one.parent)), seconds=120)
+    half = {"batch_size": 8, "mini_batch_size": 4, "out_dir": two.parent}
+    tiny.finish(tiny.launch_torchrun(2, tiny.flags(**{**files, **half})), seconds=180)
     assert_near(*(tiny.read_jsonl(folder / "metrics.jsonl") for folder in (one, two)), 1e-3)
     same_weights(one, two, 4, names=("actor", "critic"), most=1e-4)
 
 
-@needs_real_gpu
+@on_gpu.needs_real_gpu
 def test_a_run_with_too_little_memory_takes_smaller_pieces(tmp_path):
     """The pieces change no result. Memory for about half of the first micro-batch is given."""
     tokenizer = tiny.word_tokenizer([*tiny.WORDS, *(f"w{i}" for i in range(30_000))], chat=True)
@@ -228,12 +209,7 @@ def test_a_run_with_too_little_memory_takes_smaller_pieces(tmp_path):
     wanted = train(tmp_path / "whole", **files)
     peak = torch.cuda.max_memory_allocated()
     gc.collect()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(0.7 * peak / total)
-    try:
+    with memory_of(0.7 * peak):
         found = train(tmp_path / "less", **files)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
     assert_near(wanted, found, 2e-2)
     assert max(step.get("perf/out_of_memory", 0) for step in found) > 0

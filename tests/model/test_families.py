@@ -1,7 +1,4 @@
-"""Model families through the whole PPO trainer: loaded from a directory, trained, saved, loaded again.
-
-``python -m pytest tests/model/test_families.py -s -n 0 -k test_family`` prints the table of docs/models.md.
-"""
+"""Model families through the whole PPO trainer: loaded from a directory, trained, saved, loaded again."""
 
 import pytest
 import torch
@@ -60,19 +57,18 @@ FAMILIES = {
 PADDED = {"StableLM", "GPT-Neo", "Falcon"}  # computed with padding
 if Version(T.__version__) < Version("5.24"):
     PADDED.add("GPT-J")
-
+# Those on whose way something differs in this program: what is tied, packed or fused, windows, experts, a
+# Conv1D, widths, MiniMind's classes. The others show the same of further classes of transformers.
+FAST = ["Llama", "Mixtral", "Qwen2, mixed windows", "Qwen3-MoE, dense too", "Gemma 3", "GPT-2", "GPT-Neo"]
+FAST += ["OPT-350m", "MiniMind 2 MoE", "MiniMind 3"]
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in FAST]
 
 MORE, CACHE = "logits are more than", "KV cache"  # why
 REFUSED = {
     "Gemma 2": (lambda: T.Gemma2Config(head_dim=16, **SIZES), f"type gemma2 .* {MORE}"),
-    "Granite": (lambda: T.GraniteConfig(logits_scaling=8.0, **SIZES), f"type granite .* {MORE}"),
-    "Cohere": (lambda: T.CohereConfig(logit_scale=0.25, **SIZES), f"type cohere .* {MORE}"),
     "BERT": (lambda: T.BertConfig(**{**SIZES, "num_key_value_heads": None}), f"type bert .* {MORE}"),
     "Mamba": (lambda: T.MambaConfig(**SIZES), f"type mamba .* {CACHE}"),
-    "RWKV": (lambda: T.RwkvConfig(hidden_size=32, num_hidden_layers=2, **IDS), f"type rwkv .* {CACHE}"),
-    "Gemma 3 with images": (lambda: gemma3_with_images(), f"type gemma3 .* {CACHE}"),
     "LFM2": (lambda: T.Lfm2Config(layer_types=["conv", "full_attention"], **SIZES), f"type lfm2 .* {CACHE}"),
-    "Qwen 3.5": (lambda: T.Qwen3_5TextConfig(**SIZES), f"type qwen3_5_text .* {CACHE}"),
     "BLOOM": (lambda: T.BloomConfig(n_layer=2, n_head=4, **OPT), f"type bloom .* {CACHE}"),
     "GPT-Neo, window smaller than an answer": (lambda: gpt_neo(window_size=16), "exceeds the 16 positions"),
     "Phi-3, long positions": (lambda: phi3_long(), "exceeds the 16 positions"),
@@ -82,13 +78,6 @@ REFUSED = {
 def gpt_neo(**more):
     layers = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
     return T.GPTNeoConfig(attention_types=[[["global", "local"], 1]], **layers, **more, **IDS)
-
-
-def gemma3_with_images():
-    text = {"head_dim": 16, **SLIDING, **SIZES}
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = {"image_size": 28, "patch_size": 14, **sizes}
-    return T.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=9)
 
 
 def phi3_long():
@@ -133,7 +122,8 @@ def files(folder, model, tokenizer=None):
     places = {"model": folder / "policy", "data_path": data, "out_dir": folder / "out"}
     places["reward_fn"] = f"{folder / 'combine.py'}:score"
     sizes = {"batch_size": 4, "mini_batch_size": 4, "max_steps": 2, "max_gen_len": 12}
-    return places | sizes | {"critic_warmup_steps": 0, "reasoning": 0, "dtype": "float32"}
+    more = {"critic_warmup_steps": 0, "reasoning": 0, "missing_eos_penalty": 1, "dtype": "float32"}
+    return places | sizes | more
 
 
 def logits(model):
@@ -142,15 +132,8 @@ def logits(model):
         return model(tokens, use_cache=False).logits
 
 
-@pytest.fixture(scope="module")
-def table():
-    lines = ["| family | class | packed | fused | sampler gap | largest logit | off by |", "|---" * 7 + "|"]
-    yield lines
-    print("\n" + "\n".join(lines))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_family(family, tmp_path, table):
+@pytest.mark.parametrize("family", [*FAST, *SLOW])
+def test_family(family, tmp_path):
     """After two steps the .pth equals the trained actor, rounded to fp16, bit for bit."""
     start = build(FAMILIES[family]())
     train(**files(tmp_path, start))
@@ -169,19 +152,13 @@ def test_family(family, tmp_path, table):
     assert state.keys() == expected.keys()
     assert all(state[name].equal(x.half().float()) for name, x in expected.items())
 
-    exact, rounded = logits(trained), logits(reloaded)
-    by_position, largest = (exact - rounded).abs().amax(-1).flatten().sort().values, exact.abs().max().item()
-    # Rounding may change which of two equally good experts a router takes: at one in fifty positions at most.
-    flips = len(by_position) // 50 if "MoE" in family else 0
-    off = by_position[-1 - flips].item()
+    trained.load_state_dict(state)
+    assert logits(trained).equal(logits(reloaded))  # the same config
     gap = max(row.get("rollout/sampler_gap", 0.0) for row in read_jsonl(run / "metrics.jsonl") if row["step"])
-    packed = "yes" if pack_sequences(trained.base_model) else "no"
-    fused = "yes" if any("forward" in vars(m) for m in trained.base_model.modules()) else "no"
-    kind = type(start).__name__
-    table.append(f"| {family} | `{kind}` | {packed} | {fused} | {gap:.0e} | {largest:.1f} | {off:.1e} |")
-    assert (packed == "no") == (family in PADDED)
-    assert off < 4e-3 * max(1, largest)
     assert gap < 1e-5
+    assert pack_sequences(trained.base_model) == (family not in PADDED)
+    fused = any("forward" in vars(module) for module in trained.base_model.modules())
+    assert fused == family.startswith(("Llama", "Qwen", "MiniMind"))
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -191,43 +168,38 @@ def test_refused_family(family, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-TOKENIZERS = {
-    "pad is eos": {},
-    "pad of its own": {"pad_token": "<unk>"},
-    "no pad": {"pad_token": None},
-    "bos": {"bos_token": "a"},
-    "no chat template": {"chat_template": None},
+TOKENIZERS = {  # what of it is set, and the ids at which an answer ends: "b" and "c" are 3 and 4
+    "a pad token and a BOS of its own": ({"pad_token": "<unk>", "bos_token": "a"}, [0, 3, 4]),
+    "no pad token, no chat template": ({"pad_token": None, "chat_template": None}, [0]),
 }
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one eos", "several eos"])
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_tokenizer(kind, several, tmp_path):
+def test_tokenizer(kind, tmp_path):
     """A run reads the tokenizer, ends responses at the right ids, and saves both beside the actor."""
+    changes, ends = TOKENIZERS[kind]
     tokenizer, model = word_tokenizer(WORDS, chat=True), build(FAMILIES["Llama"](), spread=1.0)
-    for name, value in TOKENIZERS[kind].items():
+    for name, value in changes.items():
         setattr(tokenizer, name, value)
-    ends = [0, 3, 4] if several else [0]  # "b" and "c" end an answer as well
-    model.generation_config.eos_token_id = ends if several else 0
-    train(**files(tmp_path, model, tokenizer), missing_eos_penalty=1)
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else 0
+    train(**files(tmp_path, model, tokenizer))
     responses = (tmp_path / "responses").read_text().splitlines()
     assert len(responses) == 8
-    assert all({"b", "c"}.isdisjoint(response.split()) for response in responses) == several
+    assert all({"b", "c"}.isdisjoint(response.split()) for response in responses) == (len(ends) > 1)
     path = tmp_path / "out" / "ppo_actor_32.pth"
     again, actor = load_tokenizer(tokenizer_source(path)), load_policy(path)
     assert eos_ids(again, actor) == ends
-    assert again.pad_token_id == (1 if kind == "pad of its own" else 0)
+    assert again.pad_token_id == (1 if changes["pad_token"] else 0)
     assert (again.bos_token, again.chat_template) == (tokenizer.bos_token, tokenizer.chat_template)
     assert again("a b </s> h")["input_ids"] == tokenizer("a b </s> h")["input_ids"]
 
 
-@pytest.mark.parametrize("architecture", ["Llama", "Qwen2", "Qwen3", "Phi-3", "Gemma 3", "GPT-2", "OPT"])
-def test_a_tokenizer_that_is_not_of_its_models_family(architecture, tmp_path, monkeypatch):
+def test_a_tokenizer_that_is_not_of_its_models_family(tmp_path, monkeypatch):
     """It is read as its own file says, in a folder as from the hub. AutoTokenizer would read any tokenizer
     beside a Qwen2 as Qwen2's."""
     model = tmp_path / "models--some--model"
     folder = model / "snapshots" / ("1" * 40)
-    FAMILIES[architecture]().save_pretrained(folder)
+    FAMILIES["Qwen2"]().save_pretrained(folder)
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("1" * 40)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

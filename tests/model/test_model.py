@@ -1,7 +1,7 @@
 """The package model/: parity with MiniMind's own code, loading and saving, the critic, bad input."""
 
 import json
-import socket
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers.utils import logging as hf_logging
 
-from errors import InputError
 from model import loading
 from model.critic import CriticModel
 from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, tokenizer_source
@@ -41,18 +40,12 @@ def tiny_minimind(**changes):
     return MiniMindForCausalLM(MiniMindConfig(**{**SMALL, **changes})).eval()
 
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+SIZES = {**SMALL, "num_attention_heads": 4}
 
 
 def tiny_llama(kind=T.LlamaForCausalLM, **changes):
     torch.manual_seed(0)
     return kind(T.LlamaConfig(**{**SIZES, "intermediate_size": 48, "pad_token_id": 0, **changes})).eval()
-
-
-def tiny_gpt2(**changes):
-    torch.manual_seed(0)
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50}
-    return T.GPT2LMHeadModel(T.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, **changes)).eval()
 
 
 def tiny_tokenizer(size=50, **special):
@@ -68,27 +61,40 @@ def random_tokens(*shape, seed=0):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_same_logits_keys_and_default_shapes_as_minimind(name, tmp_path):
+@torch.no_grad()
+def test_same_logits_keys_and_default_shapes_as_minimind_and_saved_as_it_was(name, tmp_path):
     path, state, input_ids, logits = golden(name)
     model = load_policy(path)
     version, kind = int(name[len("minimind")]), name.split("_")[1]
     own = MiniMindForCausalLM(minimind_config_of(state)).eval()
     own.load_state_dict(state, strict=True)
-    own.save_pretrained(tmp_path)
-    again = T.AutoModelForCausalLM.from_pretrained(tmp_path)
+    own.save_pretrained(tmp_path / "own")
+    again = T.AutoModelForCausalLM.from_pretrained(tmp_path / "own")
     assert type(again) is MiniMindForCausalLM
     assert own.config.minimind_version == version
     plain = {"minimind2_dense": T.LlamaForCausalLM, "minimind3_dense": T.Qwen3ForCausalLM}
     assert type(model) is plain.get(name, MiniMindForCausalLM)
     assert model.dtype == torch.float32
-    with torch.no_grad():
-        assert (model(input_ids).logits - logits).abs().max() <= 1e-5
-        assert torch.equal(own(input_ids).logits, model(input_ids).logits)
-        assert torch.equal(own(input_ids).logits, again(input_ids).logits)
+    found = model(input_ids).logits
+    assert (found - logits).abs().max() <= 1e-5
+    assert own(input_ids).logits.equal(found)
+    assert again(input_ids).logits.equal(found)
     assert model.state_dict().keys() == own.state_dict().keys() == state.keys()
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 160}
     config = MiniMindConfig(**sizes, use_moe=kind == "moe", minimind_version=version)
     MiniMindForCausalLM(config).load_state_dict(state, strict=True)
+
+    written = tmp_path / "out" / "ppo_actor_64.pth"
+    save_policy(model, tiny_tokenizer(160), written)
+    saved = torch.load(written, weights_only=True)
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[key], state[key]) for key in state)  # the golden weights are fp16 already
+    tied = saved["lm_head.weight"], saved["model.embed_tokens.weight"]
+    assert tied[0].data_ptr() == tied[1].data_ptr()  # stored once
+    assert sorted(file.name for file in written.parent.iterdir()) == ["ppo_actor_64", "ppo_actor_64.pth"]
+    assert load_policy(written)(input_ids).logits.equal(found)
+    shutil.rmtree(written.with_suffix(""))
+    assert load_policy(written)(input_ids).logits.equal(found)
 
 
 def test_default_config_is_minimind2_small():
@@ -101,27 +107,11 @@ def test_default_config_is_minimind2_small():
     tiny.refused("hidden_size 100", MiniMindConfig, hidden_size=100)
 
 
-def test_one_moe_layer_by_hand_and_one_token_gives_every_expert_a_gradient():
-    for version in (2, 3):
-        model = tiny_minimind(minimind_version=version, use_moe=True).train()
-        model(random_tokens(1, 1)).logits.square().sum().backward()
-        assert all(weight.grad is not None for weight in model.parameters())
-    model = tiny_minimind(use_moe=True, num_hidden_layers=1)
-    layer = model.model.layers[0].mlp
-    hidden = torch.randn(32)
-    probs = torch.softmax(layer.gate.weight @ hidden, dim=0)
-    first, second = probs.argsort(descending=True)[:2].tolist()
-    visited = probs[first] * layer.experts[first](hidden) + probs[second] * layer.experts[second](hidden)
-    expected = visited / (probs[first] + probs[second]) + layer.shared_experts[0](hidden)
-    for layer.all_in_steps in (False, True):
-        torch.testing.assert_close(layer(hidden.view(1, 1, -1)).flatten(), expected)
-
-
-def test_router_logits_and_the_loss_without_them():
+def test_one_token_gives_every_expert_a_gradient_and_the_router_one_of_its_logits():
     model, tokens = tiny_minimind(use_moe=True), random_tokens(3, 7)
-    out = model(tokens, labels=tokens)
-    by_hand = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    torch.testing.assert_close(out.loss, by_hand)
+    model.train()(tokens[:1, :1]).logits.square().sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    model.zero_grad()
     logits = model.model(tokens, output_router_logits=True).router_logits
     assert [tuple(x.shape) for x in logits] == [(21, 4), (21, 4)]
     sum(x.square().sum() for x in logits).backward()
@@ -130,34 +120,12 @@ def test_router_logits_and_the_loss_without_them():
     assert tiny_minimind().model(tokens, output_router_logits=True).router_logits == ()
 
 
-@pytest.mark.parametrize("sidecar", [True, False])
-@pytest.mark.parametrize("name", KINDS)
-@torch.no_grad()
-def test_save_policy_round_trip(tmp_path, name, sidecar):
-    path, state, input_ids, _ = golden(name)
-    model = load_policy(path)
-    written = tmp_path / "out" / "ppo_actor_64.pth"
-    save_policy(model, tiny_tokenizer(160), written)
-    saved = torch.load(written, weights_only=True)
-    assert saved.keys() == state.keys()
-    assert all(torch.equal(saved[key], state[key]) for key in state)  # the golden weights are fp16 already
-    tied = saved["lm_head.weight"], saved["model.embed_tokens.weight"]
-    assert tied[0].data_ptr() == tied[1].data_ptr()  # stored once
-    assert sorted(file.name for file in written.parent.iterdir()) == ["ppo_actor_64", "ppo_actor_64.pth"]
-    if not sidecar:
-        for file in written.with_suffix("").iterdir():
-            file.unlink()
-    assert torch.equal(load_policy(written)(input_ids).logits, model(input_ids).logits)
-
-
-@pytest.mark.parametrize("kind", ["default", "llama3", "linear"])
+@pytest.mark.parametrize("kind", ["default", "linear"])
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_what_is_saved_is_what_transformers_4_and_5_read(tmp_path, kind, capfd):
     """transformers 5 reads rope_parameters and warns of nothing; 4 reads rope_theta and rope_scaling (tried
     by hand with 4.57.1: the same logits). Loading says nothing and leaves the verbosity."""
     more = {"factor": 4.0} if kind != "default" else {}
-    if kind == "llama3":
-        more |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     rope = {"rope_type": kind, "rope_theta": 5e5, **more}
     model = tiny.tiny_llama(10, rope_parameters=rope)
     tokenizer = tiny.word_tokenizer(list("abcdefgh"), chat=True)
@@ -182,17 +150,15 @@ def test_what_is_saved_is_what_transformers_4_and_5_read(tmp_path, kind, capfd):
     assert modes["model.safetensors"] == modes["config.json"]  # for all users who may read the others
 
 
-@pytest.mark.parametrize("value", [float("nan"), 1e6])
-def test_save_policy_refuses_what_fp16_cannot_hold(tmp_path, value):
+def test_save_policy_refuses_what_fp16_cannot_hold(tmp_path):
     path, model = tmp_path / "actor.pth", tiny_minimind()
     save_policy(model, tiny_tokenizer(), path)
     before = path.read_bytes()
-    model.model.norm.weight.data[3] = value
-    with pytest.raises(
-        InputError, match=r"model\.norm\.weight has values that are NaN or too large for torch"
-    ):
-        save_policy(model, tiny_tokenizer(), path)
-    tiny.refused(r"model\.norm\.weight", save_directory, model, tiny_tokenizer(), tmp_path / "folder")
+    says = r"model\.norm\.weight has values that are NaN or too large for torch"
+    for value in (1e6, float("nan")):
+        model.model.norm.weight.data[3] = value
+        tiny.refused(says, save_policy, model, tiny_tokenizer(), path)
+        tiny.refused(says, save_directory, model, tiny_tokenizer(), tmp_path / "folder")
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -214,19 +180,11 @@ def test_lm_head_absent_when_tied_and_apart_when_not(tmp_path):
     tiny.refused("ties the two", load_policy, path)
 
 
-DROPPING = {
-    "gpt2": lambda: tiny_gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
-    "llama": lambda: tiny_llama(attention_dropout=0.1),
-    "opt": lambda: T.OPTForCausalLM(
-        T.OPTConfig(ffn_dim=48, word_embed_proj_dim=16, layerdrop=0.5, attention_dropout=0.1, **SIZES)
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", DROPPING)
 @torch.no_grad()
-def test_dropout_is_off_in_what_is_loaded_and_in_its_critic(kind, tmp_path):
-    model, tokens = DROPPING[kind](), random_tokens(4, 8)
+def test_dropout_is_off_in_what_is_loaded_and_in_its_critic(tmp_path):
+    dropping = {"dropout": 0.1, "layerdrop": 0.5, "attention_dropout": 0.1}
+    model = T.OPTForCausalLM(T.OPTConfig(ffn_dim=48, word_embed_proj_dim=16, **dropping, **SIZES))
+    tokens = random_tokens(4, 8)
     assert not torch.equal(model.train()(tokens).logits, model.eval()(tokens).logits)
     model.save_pretrained(tmp_path)
     model = load_policy(tmp_path)
@@ -240,7 +198,7 @@ def tiny_reward():
     return tiny_llama(T.LlamaForSequenceClassification, num_labels=1)
 
 
-@pytest.mark.parametrize("make", [tiny_minimind, tiny_gpt2, tiny_reward])
+@pytest.mark.parametrize("make", [tiny_minimind, tiny_reward])
 def test_a_critic_reads_the_last_states_and_starts_at_0_or_with_its_reward_models_opinion(make):
     model, tokens = make().requires_grad_(False), random_tokens(2, 7)
     critic = CriticModel.from_model(model)
@@ -288,10 +246,8 @@ def test_tokenizer_source(tmp_path, monkeypatch):
         assert tokenizer_source(tmp_path / "a.pth") == str(folder)
     assert tokenizer_source(own) == str(own)
     assert tokenizer_source("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    messages = {"empty": "pass --tokenizer", "broken": "no tokenizer could be loaded"}
-    for name, message in (messages | dict.fromkeys(("a.pth", "missing"), "no such directory")).items():
+    messages = {"empty": "pass --tokenizer", "a.pth": "no such directory"}
+    for name, message in messages.items():
         tiny.refused(message, load_tokenizer, tmp_path / name)
     monkeypatch.setattr(loading, "MINIMIND_FOLDER", empty)
     (tmp_path / "b.pth").touch()
@@ -310,27 +266,22 @@ NO_FILE = "not a readable torch file"
 NO_MINIMIND = "not the state-dict of a MiniMind"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "no such file"),
-        (b"", NO_FILE),
-        (b"hello world, this is text", NO_FILE),
-        ({"weights": torch.zeros(1), "code": ROOT}, NO_FILE),  # unpickling it would run code
-        ([torch.zeros(1)], NO_FILE),
-        ({"model": {"w": torch.zeros(1)}, "step": 1}, NO_MINIMIND),
-        ({}, NO_MINIMIND),
-        ({0: torch.zeros(1)}, NO_MINIMIND),
-        ({"tok_embeddings.weight": torch.zeros(4, 2)}, NO_MINIMIND),
-        (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), NO_MINIMIND),
-        (minimind_with(mlp__up_proj=None), r'Missing key\(s\) in state_dict: "model.layers.0.mlp.up'),
-        (minimind_with(extra=torch.zeros(2)), r'Unexpected key\(s\) in state_dict: "model.layers.0.extra'),
-        (minimind_with(mlp__up_proj=torch.zeros(3, 32)), "size mismatch for model.layers.0.mlp.up_proj"),
-        ('{"model_type": "no_such_type"}', "no_such_type"),  # in the config of the folder beside a MiniMind
-        ('{"num_hidden_layers": 3, "layer_types": null}', "Missing key"),
-        ('{"intermediate_size": 96}', "size mismatch"),
-    ],
-)
+BAD_PTH = [
+    (None, "no such file"),
+    (b"", NO_FILE),
+    ({"weights": torch.zeros(1), "code": ROOT}, NO_FILE),  # unpickling it would run code
+    ({"model": {"w": torch.zeros(1)}, "step": 1}, NO_MINIMIND),
+    ({0: torch.zeros(1)}, NO_MINIMIND),
+    (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), NO_MINIMIND),
+    (minimind_with(mlp__up_proj=None), r'Missing key\(s\) in state_dict: "model.layers.0.mlp.up'),
+    (minimind_with(extra=torch.zeros(2)), r'Unexpected key\(s\) in state_dict: "model.layers.0.extra'),
+    (minimind_with(mlp__up_proj=torch.zeros(3, 32)), "size mismatch for model.layers.0.mlp.up_proj"),
+    ('{"model_type": "no_such_type"}', "no_such_type"),  # in the config of the folder beside a MiniMind
+    ('{"intermediate_size": 96}', "size mismatch"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_PTH)
 def test_bad_pth(tmp_path, content, message):
     path = tmp_path / "bad.pth"
     if isinstance(content, str):
@@ -350,24 +301,20 @@ def save(folder, model, **config):
     folder.mkdir()
     if model:
         model.save_pretrained(folder)
-    if isinstance(config.get("of"), T.PreTrainedConfig):
+    if "of" in config:
         config["of"].save_pretrained(folder)
     elif config:
         (folder / "config.json").write_text(json.dumps(config))
 
 
 AUTO_MAP = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+WIDER = tiny_llama(intermediate_size=64)
 FOLDERS = {  # what the line says: how to make such a folder
     "no such directory": lambda folder: None,
-    "have a `model_type` key in its config.json": lambda folder: folder.mkdir(),
-    "no such directory here": lambda folder: folder.write_text("{}"),
-    "Unrecognized configuration class": lambda folder: save(folder, None, of=T.T5Config()),
     "classifier or reward model": lambda folder: save(folder, tiny_reward()),
     "no file named": lambda folder: save(folder, None, of=tiny_llama().config),
     "its weights lack": lambda folder: save(folder, tiny_llama(num_hidden_layers=1), of=tiny_llama().config),
-    "lack what its config.json describes": lambda folder: save(
-        folder, tiny_llama(), of=tiny_llama(intermediate_size=64).config
-    ),
+    "its config.json describes": lambda folder: save(folder, tiny_llama(), of=WIDER.config),
     "--trust_remote_code": lambda folder: save(folder, None, model_type="own", auto_map=AUTO_MAP),
 }
 
@@ -399,60 +346,33 @@ def test_a_result_keeps_nothing_of_an_earlier_ones_tokenizer(tmp_path):
     assert (tmp_path / "a/mine.txt").exists()
 
 
-@pytest.mark.parametrize("kind", [*FOLDERS, "not a valid JSON", "Error while deserializing"])
-def test_bad_model_folder(tmp_path, kind):
-    folder = tmp_path / "model"
-    if kind in FOLDERS:
-        FOLDERS[kind](folder)
-    else:
-        save(folder, tiny_llama())
-        name = "config.json" if "JSON" in kind else "model.safetensors"
-        (folder / name).write_text("{" * 100)
-    assert str(folder) in tiny.refused(kind, load_policy, folder)
+@pytest.mark.parametrize("says", FOLDERS)
+def test_bad_model_folder(tmp_path, says):
+    FOLDERS[says](tmp_path / "model")
+    assert str(tmp_path / "model") in tiny.refused(says, load_policy, tmp_path / "model")
 
 
-@pytest.fixture
-def nobody_there(monkeypatch):
-    """HF_ENDPOINT names a port at which no server listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
-        yield constants.ENDPOINT
-
-
-LOADERS = {
-    "policy": load_policy,
-    "tokenizer": load_tokenizer,
-    "reward model": lambda name: load_reward_model(name, torch.device("cpu")),
-}
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-def test_a_hub_that_cannot_be_reached_is_said_at_once(kind, nobody_there, monkeypatch):
-    message = rf"nobody/no-such-model.*: {nobody_there} cannot be reached; give a directory: .*refused"
-    tiny.refused(message, LOADERS[kind], "nobody/no-such-model")
-    with socket.create_server(("127.0.0.1", 0)) as server:  # it hangs
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
-        tiny.refused("cannot be reached", loading.check_hub, "nobody/no-such-model")
-
-
-def test_a_hub_that_answers_with_an_error_can_be_reached(monkeypatch):
-    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # 501 to whatever it is asked
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    threading.Thread(target=server.handle_request, daemon=True).start()
-    loading.check_hub("nobody/no-such-model")
-    server.server_close()
-
-
-def test_folders_cached_models_and_offline_mode_need_no_hub(nobody_there, monkeypatch, tmp_path):
-    loading.check_hub(tmp_path)
+def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, tmp_path):
+    """Folders, models in the cache and offline mode need none; one that answers with an error is there."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    (tmp_path / "models--some--model" / "snapshots" / "1").mkdir(parents=True)
-    (tmp_path / "models--some--model" / "refs").mkdir()
-    (tmp_path / "models--some--model" / "refs" / "main").write_text("1")
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # 501 to whatever it is asked
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with monkeypatch.context() as patch:  # it hangs
+            patch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
+            tiny.refused("cannot be reached", loading.check_hub, "nobody/no-such-model")
+        server.handle_request()
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        loading.check_hub("nobody/no-such-model")
+    message = rf"nobody/no-such-model.*: {constants.ENDPOINT} cannot be reached; give a directory: .*refused"
+    for load in (load_policy, load_tokenizer, lambda name: load_reward_model(name, torch.device("cpu"))):
+        tiny.refused(message, load, "nobody/no-such-model")  # nobody listens there now
+    loading.check_hub(tmp_path)
+    model = tmp_path / "models--some--model"
+    (model / "snapshots" / "1").mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("1")
     tiny.refused("cannot be reached", loading.check_hub, "some/model")
-    (tmp_path / "models--some--model" / "snapshots" / "1" / "config.json").write_text("{}")
+    (model / "snapshots" / "1" / "config.json").write_text("{}")
     loading.check_hub("some/model")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     loading.check_hub("other/model")
