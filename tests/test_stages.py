@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import chat
+from dataset import lm_dataset
 from dataset.chat_template import conversation_ids
 from dataset.demo import make_reward
 from model.loading import load_policy, load_tokenizer
@@ -303,6 +304,18 @@ def test_two_processes_with_half_the_batch_equal_one(files, whole, tmp_path):
         same = {"train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"}
         same_metrics(one, two, same, rel=1e-4, abs=1e-5)
     assert offset_in(whole["reward"]) == pytest.approx(offset_in(tmp_path / "reward"), abs=1e-5)
+
+
+def test_a_bad_line_found_late_loses_nothing(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(lm_dataset, "READ_WHOLE", 5)
+    monkeypatch.setattr(lm_dataset, "SAMPLE", 2)
+    lines = Path(files["sft"]).read_text().splitlines()
+    lines[9] = "{"
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    argv = argv_of(files | {"sft": tmp_path / "bad.jsonl"}, "sft", tmp_path, run_name="r", eval_size=2)
+    tiny.refused(r"bad\.jsonl:10: not JSON", train_sft.main, [*argv, "--epochs", "9"])
+    done = tiny.read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["step"]
+    assert (tmp_path / "r" / "checkpoints" / f"step_{done}").is_dir()
 
 
 def test_a_step_that_is_not_finite_is_no_step_and_the_scale_of_fp16_is_kept(files, tmp_path, monkeypatch):

@@ -13,6 +13,9 @@ from dataset.data_order import epoch_order, global_batch, local_positions, minib
 from dataset.formats import Keys
 from dataset.lm_dataset import LoggedAnswers, LoggedPairs, PreferenceDataset, RLAIFDataset, SFTDataset
 from trainer import train_reward, train_sft
+from trainer.generation.engine import Sampler
+from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import response_texts
 
 SYSTEM = {"role": "system", "content": "S"}
 
@@ -257,6 +260,20 @@ def test_a_pair_is_two_answers_of_which_each_is_tokenised_as_in_the_other_stages
         assert chosen.response_ids != rejected.response_ids
     assert items[0].response == "c d" and items[1].response == "e"
     assert items[0].response_ids == [C, D, 0]
+
+
+def test_an_answer_of_the_policy_has_the_tokens_that_it_sampled(tmp_path, jsonl):
+    tokenizer, model = words(), tiny.tiny_llama(10, seed=3)
+    asked = [{"prompt": tiny.WORDS[n % 8]} for n in range(40)]
+    prompts = RLAIFDataset(tiny.write_jsonl(tmp_path / "p.jsonl", asked), tokenizer, 20)
+    ids = [prompt.prompt_ids for prompt in prompts]
+    rollout = Sampler(model).sample(ids, noise_keys(0, 0, range(40)), [0], 12, 1.0)
+    ended = [i for i in range(40) if rollout.finished[i] and 1 not in rollout.responses()[i]]
+    assert len(ended) > 10
+    texts = response_texts(rollout, tokenizer)
+    data = logged(jsonl(*({**asked[i], "answer": texts[i], "score": 0} for i in ended)), tokenizer)
+    found = [item.prompt_ids + item.response_ids for item in data]
+    assert found == [ids[i] + rollout.responses()[i] for i in ended]
 
 
 def test_rated_answers_have_their_own_score_and_end_where_the_policy_ends(jsonl):
