@@ -169,7 +169,7 @@ def experts(files, tmp_path_factory):
     return {**files, "model": str(path)}
 
 
-@pytest.mark.parametrize("kind", ["sft, experts", "reward", "rated", "demo"])
+@pytest.mark.parametrize("kind", ["sft, experts", "rated", "demo"])
 def test_gradients_do_not_depend_on_the_cut(files, experts, kind):
     if kind == "sft, experts":
         files, kind = experts, "sft"

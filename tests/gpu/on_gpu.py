@@ -17,8 +17,6 @@ from test_families import FAMILIES, SIZES, build
 from model.saving import save_policy
 from trainer import train_ppo
 from trainer.generation.cuda_graphs import CudaGraphs
-from trainer.generation.engine import Sampler
-from trainer.generation.sampling import noise_keys
 
 THERE = torch.cuda.is_available()
 REAL = THERE and torch.cuda.get_device_name() != "simulated"
@@ -80,10 +78,6 @@ def memory_of(size):
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def sampled(model):
-    return Sampler(model).sample(PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
 
 
 def run_files(folder, name=None, **more):

@@ -43,7 +43,7 @@ def stops(model):
 def test_samples_are_those_of_a_cpu(name):
     """In fp32 only a draw within rounding of a boundary may differ; of a large vocabulary more do."""
     model = made(name)
-    here = Sampler(model).sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
+    here = drawn(Sampler(model))
     there = drawn(Sampler(model.cuda(), slots=7))
     assert share_of_equals(here, there) > (0.8 if name == "wide" else 0.95)
 

@@ -18,10 +18,9 @@ def text(n, k):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """{name: path} of a policy, conversations, pairs and ratings."""
+    """{name: path} of a policy, pairs (which are demonstrations too) and ratings."""
     folder = tmp_path_factory.mktemp("stages")
     kinds = {
-        "talk": lambda n: {"prompt": text(n, 0), "answer": text(n, 2)},
         "pairs": lambda n: {"prompt": text(n, 0), "chosen": text(n, 1), "rejected": text(n + 3, 2)},
         "ratings": lambda n: {"prompt": text(n, 0), "completion": text(n, 1), "score": n % 5 - 2.0},
     }
@@ -31,7 +30,7 @@ def files(tmp_path_factory):
 
 
 CASES = {
-    "demonstrations, checkpointing": (train_sft, "talk", {"gradient_checkpointing": 1}),
+    "demonstrations, checkpointing": (train_sft, "pairs", {"gradient_checkpointing": 1}),
     "pairs": (train_reward, "pairs", {}),
     "pairs, the demo's losses": (make_reward, "pairs", {}),
     "ratings": (train_reward, "ratings", {}),

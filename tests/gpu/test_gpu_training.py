@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from on_gpu import HALVES, MODELS, MOE, assert_near, made, memory_of, run_files, sampled, train
+from on_gpu import HALVES, MODELS, MOE, PROMPTS, assert_near, made, memory_of, run_files, train
 from same_runs import same_weights
 
 from model.critic import CriticModel
@@ -18,6 +18,8 @@ from trainer.compute.batching import Layout
 from trainer.compute.fused_layers import KNOWN
 from trainer.compute.precision import set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, pack_sequences, prepare_training
+from trainer.generation.engine import Sampler
+from trainer.generation.sampling import noise_keys
 
 pytestmark = on_gpu.needs_gpu
 
@@ -29,12 +31,13 @@ def precision():
     torch.set_float32_matmul_precision(before)
 
 
-def scored(model, device, dtype=torch.float32, checkpointing=0, lora_r=0):
-    """-> {name: tensor on the CPU}: what one micro-batch gives, and every gradient"""
-    rollout = sampled(model)
+def prepared(model, device="cuda", dtype=torch.float32, checkpointing=0, lora_r=0):
+    """-> (a rollout of the model where it was, the model and its scorer, a critic and its scorer)"""
+    rollout = Sampler(model).sample(PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
     critic = CriticModel.from_model(model).eval()
     generator = torch.Generator().manual_seed(0)
-    critic.value_head.weight.data.normal_(generator=generator)
+    head = critic.value_head.weight.data
+    head.copy_(torch.randn(head.shape, generator=generator))  # the same numbers on both devices
     model, critic = model.to(device), critic.to(device)
     model.requires_grad_(True)
     for backbone in (model.base_model, critic.backbone):
@@ -45,11 +48,17 @@ def scored(model, device, dtype=torch.float32, checkpointing=0, lora_r=0):
             for name, p in backbone.named_parameters():
                 if "lora_B" in name:  # it starts at zero, and so would the gradient of the other one
                     p.data.copy_(0.1 * torch.randn(p.shape, generator=generator))
+    return rollout, (model, PolicyScorer(model, dtype)), (critic, ValueScorer(critic, dtype))
+
+
+def scored(model, device, *more, **others):
+    """-> {name: tensor on the CPU}: what one micro-batch gives, and every gradient"""
+    rollout, (model, policy), (critic, value) = prepared(model, device, *more, **others)
     layout = Layout.of_responses(rollout.layout.prompt_len, rollout.layout.response_len, device)
     parts = rollout.tokens.to(device), layout
-    logprobs, entropy, balance = PolicyScorer(model, dtype)(*parts, 0.9)
+    logprobs, entropy, balance = policy(*parts, 0.9)
     (logprobs.sin().sum() + balance).backward()
-    values, _ = ValueScorer(critic, dtype)(*parts)
+    values, _ = value(*parts)
     values.cos().sum().backward()
     found = {"logprobs": logprobs, "entropy": entropy, "values": values, "balance": torch.as_tensor(balance)}
     for kind, module in (("actor", model), ("critic", critic)):
@@ -120,10 +129,7 @@ def test_sequences_are_packed_and_layers_fused(family, heads, dtype):
 def test_the_kernels_that_attention_runs():
     """In bf16 with gradients: flash attention, and none of cuDNN's."""
     set_precision("auto", torch.device("cuda", 0))
-    model = wide("Llama", 2).cuda()
-    prepare_training(model.base_model, 0)
-    rollout = sampled(model)
-    scorer = PolicyScorer(model, torch.bfloat16)
+    rollout, (_, scorer), _ = prepared(wide("Llama", 2).cuda(), dtype=torch.bfloat16)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         scorer(rollout.tokens, rollout.layout, 1.0)[0].sum().backward()
@@ -136,13 +142,8 @@ def test_the_kernels_that_attention_runs():
 
 def test_a_micro_batch_hardly_waits_for_the_gpu():
     """At most two waits for forward and backward together, the choice of its rows included."""
-    model = made("Llama, tied").cuda()
-    critic = CriticModel.from_model(model).cuda().eval()
-    model.requires_grad_(True)
-    for backbone in (model.base_model, critic.backbone):
-        prepare_training(backbone, 0)
-    rollout = sampled(model)
-    for scorer, more in ((PolicyScorer(model), [1.0]), (ValueScorer(critic), [])):
+    rollout, (_, policy), (_, value) = prepared(made("Llama, tied").cuda())
+    for scorer, more in ((policy, [1.0]), (value, [])):
         for turn in range(2):  # the first may set something up
             with on_gpu.waits() as found:
                 some = rollout.rows(range(8 * turn, 8 * turn + 8))
