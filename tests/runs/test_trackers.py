@@ -7,6 +7,7 @@ files of texts. All get the same values.
 import html
 import importlib.util
 import json
+import os
 
 import matplotlib
 import pytest
@@ -152,7 +153,9 @@ for process in psutil.Process().children(recursive=True):
 """
 
 
-def test_a_tracker_that_fails_leaves_the_run_and_the_others_alone(files, tmp_path):
+def test_a_tracker_that_fails_leaves_the_run_and_the_others_alone(files, tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("WANDB_SERVICE")]:
+        monkeypatch.delenv(name)  # of an earlier run of this process: this one starts wandb's process itself
     argv = argv_of(files, tmp_path, "wandb", "tensorboard")
     said, _ = finish(launch(argv, FAULT=BREAK, FAULT_AT="5"))  # in step 3
     assert said.count("note: --tracker wandb: it failed (") == 1, said
