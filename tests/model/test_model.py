@@ -269,10 +269,8 @@ BAD_PTH = [
     (b"", NO_FILE),
     ({"weights": torch.zeros(1), "code": ROOT}, NO_FILE),  # unpickling it would run code
     ({"model": {"w": torch.zeros(1)}, "step": 1}, NO_MINIMIND),
-    ({0: torch.zeros(1)}, NO_MINIMIND),
     (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), NO_MINIMIND),
     (minimind_with(mlp__up_proj=None), r'Missing key\(s\) in state_dict: "model.layers.0.mlp.up'),
-    (minimind_with(extra=torch.zeros(2)), r'Unexpected key\(s\) in state_dict: "model.layers.0.extra'),
     (minimind_with(mlp__up_proj=torch.zeros(3, 32)), "size mismatch for model.layers.0.mlp.up_proj"),
     ('{"model_type": "no_such_type"}', "no_such_type"),  # in the config of the folder beside a MiniMind
     ('{"intermediate_size": 96}', "size mismatch"),
