@@ -105,6 +105,16 @@ def test_default_config_is_minimind2_small():
     tiny.refused("hidden_size 100", MiniMindConfig, hidden_size=100)
 
 
+def test_one_moe_layer_by_hand():
+    layer, hidden = tiny_minimind(use_moe=True, num_hidden_layers=1).model.layers[0].mlp, torch.randn(32)
+    probs = torch.softmax(layer.gate.weight @ hidden, dim=0)
+    first, second = probs.argsort(descending=True)[:2].tolist()
+    visited = probs[first] * layer.experts[first](hidden) + probs[second] * layer.experts[second](hidden)
+    expected = visited / (probs[first] + probs[second]) + layer.shared_experts[0](hidden)
+    for layer.all_in_steps in (False, True):
+        torch.testing.assert_close(layer(hidden.view(1, 1, -1)).flatten(), expected)
+
+
 def test_one_token_gives_every_expert_a_gradient_and_the_router_one_of_its_logits():
     model, tokens = tiny_minimind(use_moe=True), random_tokens(3, 7)
     model.train()(tokens[:1, :1]).logits.square().sum().backward()
