@@ -84,8 +84,8 @@ SLOW_WORLDS = [pytest.param(*several, marks=pytest.mark.slow) for several in ((2
 def test_processes_of_batch_n_equal_one_of_a_batch_as_large_as_theirs(run_in, processes, shard):
     """The same samples and weights over all steps, with PPO epochs, accumulation, whitening, normalised
     scores, critic warm-up, early stops, a step that was skipped, PTX, replayed batches, epochs that end
-    inside a batch and uneven evaluation; with --shard 1 no process has a whole model. (Without: also in
-    test_loss_options.py.)"""
+    inside a batch and uneven evaluation; with --shard 1 no process has a whole model. (Whole models in
+    two processes, in make test: test_loss_options.py.)"""
     runs = one, two = run_in(1, 0), run_in(processes, shard)
     left, right = (sizes_in(run / LAST) for run in runs)
     assert left == right
