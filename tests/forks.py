@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 
 import pictures
 
@@ -66,6 +67,7 @@ def begin():
 def serve(number):
     """Fork a process for each request that comes from this socket, and run in it what it asks for."""
     os.setsid()
+    weakref.finalize._registry.clear()  # of temporary folders, which are its parents' to remove at their end
     os.dup2(number, 3)
     os.closerange(4, MOST_FILES)  # those of the test process and of pytest
     connection = socket.socket(fileno=3)
