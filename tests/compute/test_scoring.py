@@ -1,5 +1,6 @@
 """Log-probs and values of responses, against whole sequences through untouched models; balance losses."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from tiny import tiny_llama, values_of
 from model.critic import CriticModel
 from trainer.compute import scoring
 from trainer.compute.batching import Layout
-from trainer.compute.scoring import ValueScorer
+from trainer.compute.scoring import PolicyScorer, ValueScorer, pack_sequences
 
 TOKENS = torch.tensor([[2, 3, 4, 5, 6, 7], [7, 8, 9, 3, 0, 0]])
 PROMPTS, RESPONSES = [2, 1], [4, 3]
@@ -23,6 +24,27 @@ def test_the_value_of_a_token_is_read_one_position_before_it():
         whole = values_of(critic, TOKENS[row, None, : start + count])[0]
         assert values[row, :count].tolist() == pytest.approx(whole[start - 1 : -1].tolist(), abs=1e-5)
         assert (values[row, count:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "dtype", "close"),
+    [(1.0, torch.float32, 1e-5), (0.5, torch.float32, 1e-5), (1.0, torch.bfloat16, 0.03)],
+)
+def test_log_probs_and_entropies_are_those_of_the_next_token(temperature, dtype, close):
+    """In bf16 a CPU gets rows of padding behind the tokens."""
+    policy = tiny_llama(10, layers=2, spread=8.0)
+    plain = copy.deepcopy(policy)
+    assert pack_sequences(policy.base_model)
+    scored = PolicyScorer(policy, dtype)(TOKENS, Layout.of_responses(PROMPTS, RESPONSES), temperature)
+    for row, (start, count) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        logits = plain(TOKENS[row, None]).logits[0, start - 1 : start + count - 1]
+        log_p = torch.log_softmax(logits / temperature, -1)
+        chosen = log_p.gather(1, TOKENS[row, start : start + count, None])[:, 0]
+        assert scored[0][row, :count].tolist() == pytest.approx(chosen.tolist(), abs=close)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        assert scored[1][row, :count].tolist() == pytest.approx(entropy.tolist(), abs=close)
+    assert scored[2] == 0  # no experts
+    assert scored[0].requires_grad and not scored[1].requires_grad
 
 
 def test_the_balance_loss_by_hand():
