@@ -31,7 +31,7 @@ MOST_FILES = 1 << 16
 class Forked(subprocess.Popen):
     """Linux only: once its own parent has ended, the forked process becomes our child: we can wait for it."""
 
-    server = None  # the socket to the process that forks
+    server = None  # the socket to the process that forks, once there is one
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = more[3:9]
@@ -40,6 +40,8 @@ class Forked(subprocess.Popen):
         try:
             request = json.dumps({"argv": args[1:], "cwd": str(cwd), "environment": dict(env)}).encode()
             read = [] if p2cread < 0 else [p2cread]
+            if self.server is None:
+                begin()
             socket.send_fds(self.server, [request], [c2pwrite, errwrite, *read])
             self.pid = int(self.server.recv(32))
         finally:
@@ -49,7 +51,7 @@ class Forked(subprocess.Popen):
 
 
 def begin():
-    """Fork the process that forks: before the first test, so that nothing of tests is in it."""
+    """Fork the process that forks; in pytest before the first test, so that nothing of tests is in it."""
     from trainer import train_ppo  # noqa: F401  (with all that it imports)
     from trainer.runs import plots  # noqa: F401  (matplotlib, which a run imports when it first draws)
 
