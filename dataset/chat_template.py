@@ -259,7 +259,9 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, text: str | None) ->
                 f"--chat_template_kwargs {text[:100]}: must be a JSON object, as "
                 "'{\"enable_thinking\": false}'"
             ) from None
-    for name in given:
+    for name, value in given.items():
+        if value in ("true", "false", "True", "False"):  # a template takes any text for true
+            raise InputError(f"--chat_template_kwargs: {name} is text; write {value.lower()} without quotes")
         if not is_read(tokenizer, name):
             raise InputError(
                 f"--chat_template_kwargs: {name} is not read by the chat template, if the tokenizer has one "

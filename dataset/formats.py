@@ -30,6 +30,7 @@ Parted = tuple[Asked, str | None]  # a prompt and its answer, if there is one
 NAMED_PROMPT = "--prompt_key"  # under this name ``named`` puts the prompt; no file has it
 PROMPTS = (NAMED_PROMPT, "conversations", "messages", "user_input", "prompt", "question")
 ANSWERS = ("answer", "completion", "output")
+NO_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # parts of prompts for other models
 PLACEHOLDERS = ("", "空", "无")  # MiniMind's prompt files have these as the last turn, in place of an answer
 SHOWN = 200  # characters of the keys that an error message lists
 ROLE_NAMES = {  # in small letters
@@ -108,6 +109,12 @@ def to_demonstration(record: Record) -> tuple[Asked | None, str]:
     """A record -> (prompt, answer), or (None, text) if the whole text is to be learned. Raises InputError.
     A ground truth of verl's is no answer to learn."""
     prompt, answer = _prompt_and_answer(record)
+    said = _first(record, ANSWERS)
+    if isinstance(said, list) and answer == _as_text(said):  # accepted answers, or a better and a worse one
+        raise InputError(
+            "the answer is a list, not one text to learn; write one answer in each line, or name the key "
+            "with --answer_key to learn the list as JSON"
+        )
     if answer is not None:
         return prompt, answer
     if isinstance(prompt, str) and prompt == record.get("text") and not is_transcript(prompt):
@@ -150,6 +157,9 @@ def _first(record: Record, names: tuple[str, ...]) -> Any:
 
 def _asked(record: Record) -> Any:
     """What a record asks, with or without the answer: text or turns."""
+    for name in NO_TEXT:
+        if record.get(name):
+            raise InputError(f'"{name}" is not empty, and only text can be read; delete the line or the key')
     asked = _first(record, PROMPTS)
     if asked is None and {"instruction", "output"} <= record.keys():
         texts = [str(record.get(name) or "") for name in ("instruction", "input")]

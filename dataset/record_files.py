@@ -23,7 +23,7 @@ from errors import InputError
 from model.loading import as_input_error, quiet
 
 TABLE = ".parquet"
-HUB_NAME = re.compile(r"(?!.*\.(jsonl?|gz)\Z)[\w-][\w.-]*/[\w.-]+(:.+)?")  # not one of a file of lines
+HUB_NAME = re.compile(r"(?!.*\.(jsonl?|gz|parquet)\Z)[\w-][\w.-]*/[\w.-]+(:.+)?")  # not that of a file
 BLANK = b"\xef\xbb\xbf \t\r\n"  # before the first record: Windows begins files with three bytes
 
 
@@ -105,8 +105,8 @@ def open_records(path: str | Path) -> Records:
     ``with located(records, i)`` puts file and line before the error message.
     """
     path = str(path)
-    hub = HUB_NAME.fullmatch(path) and not os.path.lexists(path)
-    is_table = hub or path.endswith(TABLE) or os.path.isdir(path)
+    there = os.path.lexists(path)
+    is_table = path.endswith(TABLE) or os.path.isdir(path) if there else HUB_NAME.fullmatch(path)
     records = TableRecords(path) if is_table else LineRecords(path)
     if not len(records):
         raise InputError(f"{path}: the file has no records; give it one JSON object a line")

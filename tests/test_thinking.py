@@ -97,6 +97,7 @@ WRONG = [  # template, flags, what is said
     ("Qwen3", {"chat_template_kwargs": "[1]"}, rf"{KWARGS} \[1\]: must be a JSON object"),
     ("Qwen3", {"chat_template_kwargs": '{"open_thinking": true}'}, f"{KWARGS}: open_thinking is not read by"),
     ("Qwen3", {"chat_template_kwargs": '{"add_generation_prompt": true}'}, "add_generation_prompt"),
+    ("Qwen3", {"chat_template_kwargs": '{"enable_thinking": "False"}'}, "write false without quotes"),
     (None, {"chat_template_kwargs": '{"x": 1}'}, f"{KWARGS}: x is not read by .*, if the tokenizer has one"),
     (None, {"thinking_ratio": 0.9}, "--thinking_ratio 0.9: the chat template reads neither enable_thinking"),
     ("Qwen3", {"thinking_ratio": 1.5}, "--thinking_ratio 1.5: must be at most 1"),

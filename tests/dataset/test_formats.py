@@ -58,7 +58,7 @@ FORMS = {  # name: (record, prompt, answer), beside the examples of docs/data.md
         "5",
     ),
     "an answer is what it is": ({"prompt": "is there any?", "answer": "无"}, "is there any?", "无"),
-    "an answer that is a list": ({"prompt": "hi", "answer": ["5", "ü"]}, "hi", '["5", "ü"]'),
+    "an answer that is no text": ({"prompt": "hi", "images": [], "answer": {"x": "ü"}}, "hi", '{"x": "ü"}'),
     "hh ending with a question": ({"text": TALK}, ASKED, None),
     "hh with the beginning of the answer": ({"prompt": f"{ASKED} So", "answer": " 5"}, f"{ASKED} So", " 5"),
     "alpaca with no input key": ({"instruction": "hi", "output": "5"}, "hi", "5"),
@@ -70,7 +70,7 @@ NAMED = {  # name: (record, keys, prompt, answer)
     "paths": (NESTED, Keys("extra_info.question", "extra_info.answer"), "hi", "5"),
     "a turn": ({"prompt": "hi", "gold": [A]}, Keys("", "gold"), [U], "5"),
     "no text, beside turns": ({"messages": [U, A], "gold": ["6"]}, Keys("", "gold"), [U], '["6"]'),
-    "the prompt beside no text": ({"q": [U], "answer": ["5"]}, Keys("q"), [U], '["5"]'),
+    "the prompt beside no text": ({"q": [U], "answer": {"x": 5}}, Keys("q"), [U], '{"x": 5}'),
     "a name with a dot": ({"a.b": "hi", "a": {"b": "no"}}, Keys("a.b"), "hi", None),
 }
 
@@ -87,6 +87,13 @@ def test_prompts(name):
     if answer is not None:
         assert read(to_demonstration, record, *keys) == (prompt, answer)
     assert json.dumps(record) == before
+
+
+def test_several_accepted_answers_are_one_to_compare_with_and_none_to_learn():
+    record = {"prompt": "hi", "answer": ["5", "ü"]}
+    assert to_prompt(record) == ("hi", '["5", "ü"]')
+    refused("the answer is a list, not one text to learn; .*--answer_key", to_demonstration, record)
+    assert read(to_demonstration, record, Keys(answer="answer")) == ("hi", '["5", "ü"]')
 
 
 SOLUTIONS = {
@@ -212,6 +219,8 @@ BAD = [  # (reader, record, what is said[, keys])
     (to_pair, {"q": {"text": "hi"}, "bad": "5"}, r"\(--chosen_key\)", KEYS),
     (to_pair, {"q": {"text": "hi"}, "good": "5"}, r"\(--rejected_key\)", KEYS),
     (to_prompt, {"messages": [user([{"type": "image_url"}])]}, f"{NO_TEXT}.*; only text can be read"),
+    (to_prompt, {"prompt": "<image>hi", "images": ["a.png"]}, '"images" is not empty, and only text can be'),
+    (to_pair, {"image": "a.png", "prompt": "hi", "chosen": "5", "rejected": "6"}, '"image" is not empty'),
     (to_prompt, {"messages": [user([*parts("a"), "b"])]}, f"{NO_TEXT}.*; only text can be read"),
 ]
 

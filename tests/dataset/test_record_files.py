@@ -101,6 +101,8 @@ def test_what_cannot_be_opened_or_unpacked_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     refused(r"a\.gz: cannot be unpacked into .*gone \(TMPDIR", open_records, tmp_path / "a.gz")
     monkeypatch.setitem(sys.modules, "datasets", None)
+    refused(r"a\.parquet: cannot be read: .*No such file", open_records, "data/a.parquet")  # no hub name
+    (tmp_path / "a.parquet").touch()
     refused(r"a\.parquet: .*pip install 'datasets", open_records, tmp_path / "a.parquet")
 
 
