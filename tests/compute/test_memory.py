@@ -69,6 +69,15 @@ def test_the_memory_of_a_gpu(monkeypatch):
     assert free_memory(torch.device("cuda", 0)) == 60 + 15  # what torch holds and does not use is free for it
 
 
+def test_where_there_are_no_limits_of_unix_the_peak_is_what_the_system_says(monkeypatch):
+    used = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=5, peak_wset=7))
+    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.setattr(psutil, "Process", lambda: used)
+    assert memory.peak_memory() == 7
+    monkeypatch.undo()
+    assert memory.peak_memory() >= psutil.Process().memory_info().rss * 0.9  # bytes on every system
+
+
 FREED = """
 import psutil, torch
 from trainer.compute.memory import free_unused_memory, keep_freed_memory

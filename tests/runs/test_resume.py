@@ -395,7 +395,7 @@ def test_a_closed_output_pipe_does_not_stop_the_run_nor_does_an_output_on_a_full
             RunLogger.say(None, line)
 
 
-def test_a_script_ends_without_a_word_where_its_reader_has_ended_and_another_broken_pipe_is_a_fault():
+def test_a_script_ends_silently_where_its_reader_has_ended_and_other_broken_pipes_are_faults(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     code = "from errors import run_script; run_script(lambda: print('x'))"
@@ -408,6 +408,8 @@ def test_a_script_ends_without_a_word_where_its_reader_has_ended_and_another_bro
     assert (done.returncode, done.stderr) == (1, b"error: the output: No space left on device\n")
     with pytest.raises(BrokenPipeError):
         run_script(Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr(sys, "stdout", None)  # closed, as with >&-
+    run_script(lambda: print("x", flush=True))
 
 
 def test_resume_refuses_what_changes_the_result_and_leaves_the_run_alone(files, half, tmp_path):
