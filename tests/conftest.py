@@ -21,7 +21,7 @@ best benchmarks
 
 def pytest_configure(config):
     """Before any test file is imported. The process that only hands out tests to others imports no torch."""
-    if config.getoption("numprocesses") and not hasattr(config, "workerinput"):
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
     # Whether there is a GPU is asked without CUDA, which a forked process could not use any more.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -3,13 +3,14 @@
 import io
 import json
 import math
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import ROOT, word_tokenizer
+from tiny import PYTHON, ROOT, word_tokenizer
 
 from trainer.compute.batching import Layout
 from trainer.rewards.combine import Reward
@@ -167,6 +168,22 @@ def test_the_parts_for_a_gpu_end_in_time_and_keep_what_they_had(benchmark, monke
     page = gpu.write_page("| part |", io.StringIO(said), begun=len("before\n")).read_text()
     wanted = "\n## update, cuda\n\n| x |\n|---|\n| 1 |\n\nFAILED a.py - c\n\n\n1 failed in 3 s\n\n"
     assert page.partition("| part |\n")[2] == wanted
+
+
+def test_the_tests_for_a_gpu_start_without_xdist():
+    command = [
+        PYTHON,
+        "-m",
+        "pytest",
+        "-q",
+        "-o",
+        "addopts=",
+        "-p",
+        "no:xdist",
+        "--collect-only",
+        "tests/gpu",
+    ]
+    assert subprocess.run(command, cwd=ROOT, timeout=600).returncode == 0
 
 
 def test_a_case_that_fails_leaves_the_others(benchmark, monkeypatch, capsys):
