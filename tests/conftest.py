@@ -8,7 +8,6 @@ import sys
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start: sums depend on threads
 
 import forks
-import pictures
 import pytest
 
 # The slowest files, which run first: a file stays on one worker, and no worker should end with a slow one.
@@ -47,11 +46,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def no_pictures_unless_asked(request):
-    """See pictures.py."""
+    """See forks.py."""
     with pytest.MonkeyPatch.context() as patch:
         if not getattr(request.module, "PICTURES", False):
-            patch.setenv(pictures.WITHOUT, "1")
-            pictures.leave_out(patch.setattr)
+            patch.setenv(forks.WITHOUT, "1")
+            patch.setitem(sys.modules, forks.PLOTS, forks.NO_PLOTS)
         yield
 
 

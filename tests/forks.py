@@ -20,8 +20,14 @@ import threading
 import traceback
 import warnings
 import weakref
+from contextlib import suppress
+from types import SimpleNamespace
 
-import pictures
+# Short runs of tests draw nothing: that takes longer than all else they do, and needs matplotlib, which a
+# machine lent with a GPU lacks. A test file that needs the drawings says so: ``PICTURES = True``.
+WITHOUT = "RUNS_WITHOUT_PICTURES"  # an environment variable, which forked processes inherit
+PLOTS = "trainer.runs.plots"  # in place of this module:
+NO_PLOTS = SimpleNamespace(draw_svgs=lambda *given: {}, draw_png=lambda *given: None)
 
 PR_SET_CHILD_SUBREAPER = 36
 TESTS = os.path.dirname(os.path.abspath(__file__))
@@ -53,7 +59,9 @@ class Forked(subprocess.Popen):
 def begin():
     """Fork the process that forks; in pytest before the first test, so that nothing of tests is in it."""
     from trainer import train_ppo  # noqa: F401  (with all that it imports)
-    from trainer.runs import plots  # noqa: F401  (matplotlib, which a run imports when it first draws)
+
+    with suppress(ImportError):
+        from trainer.runs import plots  # noqa: F401  (matplotlib, which a run imports when it first draws)
 
     Forked.server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     gc.collect()
@@ -113,8 +121,10 @@ def run(request, descriptors):
     ours = ("", os.path.dirname(TESTS))
     sys.path[:] = [path for path in sys.path if path not in ours and not path.startswith(TESTS)]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
-    if pictures.WITHOUT in os.environ:
-        pictures.leave_out()
+    if WITHOUT in os.environ:
+        sys.modules[PLOTS] = NO_PLOTS
+    elif sys.modules.get(PLOTS) is NO_PLOTS:
+        del sys.modules[PLOTS]
     code = 1
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

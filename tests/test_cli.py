@@ -10,7 +10,7 @@ from errors import run_script
 from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
 
-PICTURES = True  # see pictures.py
+PICTURES = True  # see forks.py
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 2, "critic_warmup_steps": 0}
 

@@ -3,11 +3,12 @@
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
-import pictures
+import forks
 import pytest
 import tiny
 import torch
@@ -22,7 +23,7 @@ from trainer.runs.plots import draw_png, draw_svgs
 from trainer.runs.report import write_report
 from trainer.step_metrics import rows_of_step
 
-PICTURES = True  # see pictures.py
+PICTURES = True  # see forks.py
 
 ALONE = World(0, 1, torch.device("cpu"))
 # The policy's words, so a real run writes them.
@@ -67,7 +68,7 @@ def copied(run_folder, tmp_path):
 @pytest.fixture
 def undrawn(copied, monkeypatch):
     """The same, for reports without plots."""
-    pictures.leave_out(monkeypatch.setattr)
+    monkeypatch.setitem(sys.modules, forks.PLOTS, forks.NO_PLOTS)
     return copied
 
 
@@ -214,7 +215,7 @@ def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, m
         states.append((run.progress.step, state, run.saved_step))
         return write_report(run, health, state)
 
-    pictures.leave_out(monkeypatch.setattr)
+    monkeypatch.setitem(sys.modules, forks.PLOTS, forks.NO_PLOTS)
     monkeypatch.setattr(run_logger, "write_report", noted)
     monkeypatch.setattr(run_logger, "SHARE", 0)
     monkeypatch.setenv("FAULT", "os.kill(os.getpid(), 15)")

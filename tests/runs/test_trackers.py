@@ -8,6 +8,7 @@ import html
 import importlib.util
 import json
 import os
+import sys
 
 import matplotlib
 import pytest
@@ -18,7 +19,6 @@ from tiny import DIE, finish, flags, launch, read_jsonl, refused, run_files, wri
 from trainer import train_ppo, train_reward, train_sft
 from trainer.runs import plots, trackers
 
-DRAW = plots.draw_svgs  # before pictures.py
 ALL = ("swanlab", "tensorboard", "wandb")
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 5, "critic_warmup_steps": 0}
 SIZES |= {"save_interval": 2, "eval_interval": 3, "log_interval": 2, "run_name": "r", "device": "cpu"}
@@ -173,7 +173,7 @@ def test_a_tracker_that_cannot_start_ends_the_run_in_one_line(files, tmp_path, m
 
 @pytest.mark.parametrize("script", [train_sft, train_reward], ids=["sft", "reward"])
 def test_the_stages_before_have_trackers_and_a_report_of_curves_too(files, tmp_path, script, monkeypatch):
-    monkeypatch.setattr(plots, "draw_svgs", DRAW)
+    monkeypatch.setitem(sys.modules, plots.__name__, plots)  # which conftest.py leaves out
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     records = [{"conversations": turns, "prompt": "a", "chosen": "a b", "rejected": "b"}] * 8
     data = write_jsonl(tmp_path / "data.jsonl", records)
