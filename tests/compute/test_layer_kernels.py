@@ -116,7 +116,7 @@ def types_of(layers, case=None):
     return [dtype for dtype in DTYPES if dtype in layers.TYPES]
 
 
-@pytest.mark.parametrize(("case", "shape"), enumerate(SHAPES))
+@pytest.mark.parametrize(("case", "shape"), list(enumerate(SHAPES)))
 def test_rms_norm(layers, case, shape):
     """Training: x and the weight in fp32, delta and the result in ``dtype``."""
     x, weight, grad_s = numbers(*shape), 1 + 0.3 * numbers(shape[-1], seed=1), numbers(*shape, seed=3)
@@ -177,7 +177,7 @@ def test_rotate(layers, case, heads, dim):
         assert_near(back, torch.cat([x1 * c + x2 * s, x2 * c - x1 * s], -1), dtype)
 
 
-@pytest.mark.parametrize(("case", "shape"), enumerate([(40, 31), (3, 1, 1100), (1, 2)]))
+@pytest.mark.parametrize(("case", "shape"), list(enumerate([(40, 31), (3, 1, 1100), (1, 2)])))
 def test_silu_mul(layers, case, shape):
     """Two tensors, or the two halves of one."""
     for dtype in types_of(layers, case):
