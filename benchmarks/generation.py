@@ -106,7 +106,9 @@ def rate_without(parts, base, dtype, slots, prompts, new_tokens):
 def continuous_rate(model, prompts, new_tokens):
     """Tokens per second of transformers' continuous batching with its defaults and room for all sequences:
     one run after a warm-up. It samples from the same distribution as ``generate``."""
-    pages = sum(-(-(len(p) + new_tokens) // ContinuousBatchingConfig.page_size) for p in prompts)
+    default = ContinuousBatchingConfig
+    page = getattr(default, "page_size", default.block_size)  # older versions have the latter
+    pages = sum(-(-(len(p) + new_tokens) // page) for p in prompts)
     manager = model.continuous_batching_context_manager(
         generation_config=GenerationConfig(max_new_tokens=new_tokens, **WHOLE_SOFTMAX),
         continuous_batching_config=ContinuousBatchingConfig(num_blocks=pages, allow_block_sharing=False),
