@@ -103,14 +103,20 @@ def test_estimators_without_a_critic_by_hand():
         assert advantages[:, 0].tolist() == pytest.approx([-(1.5**0.5), 0, 1.5**0.5, 0], abs=1e-6)
 
 
-def test_the_root_mean_square_is_of_the_answers_that_say_something_on_all_processes():
-    """Squares 9 + 1 here and 16 + 4 there, over five tokens that are not 0: sqrt(6)."""
+def test_the_root_mean_square_is_of_all_processes():
+    """Squares 9 + 1 + 0 here and 16 + 4 + 0 there, over six tokens: sqrt(5)."""
     x = torch.tensor([[3.0, 1.0, 0.0, math.inf]])
     mask = torch.tensor([[True, True, True, False]])
     there = torch.tensor([6.0, 20.0, 3.0]).double()
-    assert ppo.root_mean_square(x, mask, lambda t: t + there) == pytest.approx(6**0.5)
-    assert ppo.root_mean_square(torch.zeros(1, 4), mask, alone) == 0
-    assert ppo.root_mean_square(torch.tensor([[-3.0]]), torch.tensor([[True]]), alone) == 3
+    assert ppo.root_mean_square(x, mask, lambda t: t + there) == pytest.approx(5**0.5)
+    assert ppo.root_mean_square(x, mask & False, alone) == 0
+
+
+def test_which_prompts_have_answers_that_score_differently():
+    """A millionth of the score is rounding."""
+    scores = torch.tensor([1.0, 1.0, 0.0, 2.0, 2.0, 2.0, 1e6, 1e6 + 0.5, 1e6, 1e6, 1e6 + 2, 1e6])
+    wanted = [True] * 3 + [False] * 3 + [False] * 3 + [True] * 3
+    assert ppo.scored_apart(scores, 3).tolist() == wanted
 
 
 def test_centred_by_hand_over_processes_and_zeros_where_there_is_only_rounding():

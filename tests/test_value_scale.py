@@ -10,7 +10,7 @@ from tiny import tiny_llama, values_of
 from model.critic import CriticModel
 from trainer import train_ppo
 from trainer.compute.rollout_data import length_mask
-from trainer.value_scale import AdvantageScale, ValueScale
+from trainer.value_scale import AdvantageScale, ValueScale, is_informative
 
 STEPS = 8
 
@@ -20,6 +20,7 @@ class Rows:
 
     finished = torch.tensor([True, True])
     scores = torch.tensor([1.0, 0.0])
+    step_rewards = None
 
     def __init__(self, returns, values=((0.0,) * 3,) * 2):
         self.mask = length_mask(torch.tensor([3, 1]), 3)
@@ -34,9 +35,14 @@ def make_critic():
     return critic
 
 
-def update(scale, *batches):
+def alone(total):
+    return total
+
+
+def update(scale, *batches, informative=True):
     for batch in batches:
-        batch.values = scale.rescale_critic(batch.values, batch.outcomes, batch.mask, lambda x: x)
+        given = batch.values, batch.outcomes, batch.mask, informative
+        batch.values = scale.rescale_critic(*given, alone)
 
 
 def test_another_scale_changes_no_value_and_a_line_maps_all_values():
@@ -105,6 +111,7 @@ SMALL = [1e-3] * 10
 def test_how_the_scale_follows_the_batches(stds, variance):
     scale = ValueScale(make_critic())
     update(scale, *[Rows([[0.3, 0.3 + 2 * std, 0.3 + 2 * std], [0.3, 0.0, 0.0]]) for std in stds])
+    update(scale, Rows(RETURNS), informative=False)  # what only the KL makes different
     assert scale.critic.scale == pytest.approx(variance**0.5, rel=1e-3)
     restored = ValueScale(make_critic())
     restored.load_state_dict(scale.state_dict())
@@ -172,9 +179,34 @@ def test_what_advantages_are_divided_by():
     assert scale.variance == pytest.approx(0.9 * follows**2 + 0.1)  # in full: the batch before was large too
     batch = Rows(RETURNS)
     stds = torch.tensor([[3.0, 3.0, 3.0], [1.0, 1.0, 1.0]])  # of four tokens: sqrt((3 * 9 + 1) / 4)
-    advantages, _, unit = small.whiten(batch.outcomes, batch, "group", lambda x: x, stds)
+    advantages, _, unit = small.whiten(batch.outcomes, batch, True, alone, answers=2, group_std=stds)
     assert unit == pytest.approx(7**0.5)
     assert advantages.tolist() == [[1, 1, 5], [1, 0, 0]]  # divided by a group's own already
+
+
+def test_answers_that_differ_by_their_kl_only_are_no_lesson():
+    """RLOO with the KL in the rewards. Two answers score 1 and 0, two the same: the size is that of the first
+    two, sqrt((3 * 4 + 4) / 4). Where no prompt has a lesson, it is that of the batches before."""
+    batch = Rows([[2.0, 2.0, 2.0], [-2.0, 0.0, 0.0], [0.1, 0.1, 0.1], [-0.1, 0.0, 0.0]])
+    batch.mask = length_mask(torch.tensor([3, 1, 3, 1]), 3)
+    batch.scores = torch.tensor([1.0, 0.0, 5.0, 5.0])
+    scale = AdvantageScale()
+    for size in (2.0, 0.0):
+        advantages, std, unit = scale.whiten(batch.outcomes, batch, True, alone, answers=2)
+        assert (std, unit) == (size, 2)
+        assert advantages.tolist() == (batch.outcomes / 2).tolist()
+        batch.scores = torch.tensor([1.0, 1.0, 5.0, 5.0])
+
+
+def test_a_batch_is_informative_where_scores_or_the_rewards_of_tokens_differ():
+    batch = Rows(RETURNS)
+    assert is_informative(batch, alone)
+    batch.scores = torch.tensor([1.0, 1.0])
+    assert not is_informative(batch, alone)
+    assert is_informative(batch, lambda total: total + torch.tensor([3.0, 9.0, 1.0]))  # another process has 3
+    for rewards, found in (([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]], True), ([[0.0] * 3, [0.0, 9.0, 9.0]], False)):
+        batch.step_rewards = torch.tensor(rewards)
+        assert is_informative(batch, alone) == found
 
 
 @pytest.mark.parametrize(

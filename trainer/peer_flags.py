@@ -156,7 +156,7 @@ clip_ratio_c                        dual_clip
 loss_mode                           policy_loss             clip, cispo or gspo
 kl_loss_coef                        kl_coef
 use_kl_in_reward                    kl_in                   reward
-kl_ctrl.target_kl                   kl_target  # --target_kl is another thing here
+kl_ctrl.target_kl                   kl_target               nats a response, not a token
 filter_groups.enable                filter_groups           how often to sample such a prompt again
 overlong_buffer.len                 overlong_buffer
 overlong_buffer.penalty_factor      overlong_penalty
@@ -179,11 +179,10 @@ _NOT_HERE = """
 num_mini_batches: set --mini_batch_size to --batch_size divided by it
 gradient_accumulation_steps: it makes TRL's batch larger, so multiply --batch_size by it
 total_episodes: set --max_steps to it divided by --batch_size and by the number of processes
-rollout_batch_size: set --batch_size to it divided by the number of processes
-train_batch_size: set --mini_batch_size to it divided by the number of processes
-data.train_batch_size:
+rollout_batch_size rollout.batch_size data.train_batch_size:
     --batch_size counts answers of a process: multiply by --num_generations and
     divide by the number of processes
+train_batch_size train.batch_size: set --mini_batch_size to it divided by the number of processes
 max_len: set --max_seq_len for the prompt and --max_gen_len for the response
 # not needed
 micro_train_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu:

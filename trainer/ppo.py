@@ -118,6 +118,14 @@ def group_normalized(rewards: Tensor, mask: Tensor, answers: int) -> tuple[Tenso
     return torch.where(mask, normalized.view(-1, 1), 0.0), std.expand_as(total).reshape(-1, 1).expand_as(mask)
 
 
+def scored_apart(scores: Tensor, answers: int) -> Tensor:
+    """[B], True where the scores [B] of the prompt's answers differ. Where they are equal the advantages say
+    nothing; with --kl_in reward they are not 0, because the answers' KL differs."""
+    groups = scores.view(-1, answers)
+    gaps = without_rounding(groups - groups[:, :1], groups)
+    return gaps.any(1).repeat_interleave(answers)
+
+
 def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
     """min(pi_old / pi_sampler, cap) of each sampled token [B, R], 1 on padding; all 1 where ``cap`` is 0.
 
@@ -166,9 +174,8 @@ def centred(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> tuple[Tensor, f
 
 
 def root_mean_square(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> float:
-    """sqrt of the mean of x², a float: over the response tokens of the whole batch on all processes whose x
-    is not 0. So answers that say nothing, since all of their group are rewarded alike, do not count."""
-    total = sum_over_processes(moments(x, mask & (x != 0)))
+    """sqrt of the mean of x², a float, over the tokens of ``mask`` on all processes; 0 without any."""
+    total = sum_over_processes(moments(x, mask))
     return (total[1] / total[2].clamp(min=1)).sqrt().item()
 
 

@@ -269,6 +269,7 @@ from trainer.runs.optimizer_step import (
     step_if_finite,
 )
 from trainer.step_metrics import note_rollout, rows_of_step, step_metrics
+from trainer.value_scale import is_informative
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Flags:
@@ -372,23 +373,29 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
     )
     rollout.rewards = rewards
     rollout.outcomes = ppo.discounted_sums(rewards, args.gamma)  # what values estimate, without any value
+    informative = is_informative(rollout, world.sum)
+    answers = args.num_generations if args.advantage in ("rloo", "group") else 0  # that are compared
     group_std = None
     if args.advantage == "gae":
         # Sets ``critic.scale``, the unit of the value loss. Values change with the first batch only.
-        rollout.values = run.value_scale.rescale_critic(rollout.values, rollout.outcomes, mask, world.sum)
+        rollout.values = run.value_scale.rescale_critic(
+            rollout.values, rollout.outcomes, mask, informative, world.sum
+        )
         advantages, _ = ppo.gae(rewards, rollout.values, mask, args.gamma, args.lam)
         # The critic's returns have a lambda of their own.
         _, rollout.returns = ppo.gae(rewards, rollout.values, mask, args.gamma, args.critic_lam)
     elif args.advantage == "reinforce":
         advantages = rollout.outcomes
     elif args.advantage == "rloo":
-        advantages = ppo.leave_one_out(rewards, mask, args.num_generations)
+        advantages = ppo.leave_one_out(rewards, mask, answers)
     else:
-        advantages, group_std = ppo.group_normalized(rewards, mask, args.num_generations)
+        advantages, group_std = ppo.group_normalized(rewards, mask, answers)
     # Of GAE and REINFORCE: less their mean. Of all but groups: divided by the unit, their standard deviation;
     # at least a tenth of that of earlier batches, all of it where all scores are equal. The KL is divided by
     # the unit in all.
-    whitened = run.advantage_scale.whiten(advantages, rollout, args.advantage, world.sum, group_std)
+    whitened = run.advantage_scale.whiten(
+        advantages, rollout, informative, world.sum, answers=answers, group_std=group_std
+    )
     rollout.advantages, rollout.advantage_std, rollout.advantage_unit = whitened
 
 

@@ -52,36 +52,43 @@ class RunningScale(Kept):
         self.last = variance
 
 
+def is_informative(rollout: Rollout, sum_over_processes: ppo.Sum) -> bool:
+    """Do the batch's scores differ, or the rewards within its responses? If not, nothing can be learned."""
+    found = [ppo.moments(rollout.scores, torch.ones_like(rollout.finished))]
+    if rollout.step_rewards is not None:
+        found.append(ppo.moments(rollout.step_rewards, rollout.mask))
+    return any(ppo.mean_std(total)[1] > 0 for total in sum_over_processes(torch.stack(found)))
+
+
 class AdvantageScale(RunningScale):
     """What advantages, and with them KL loss and entropy bonus, are divided by: a batch's own size.
 
-    Where all its scores are equal, or nearly so, its advantages are the critic's noise, which would become as
-    large as a lesson, and the KL's weight with it: there it is the size that batches had before.
+    Where all its scores are equal, or nearly so, its advantages are the noise of critic or KL, which would
+    become as large as a lesson, and the KL's weight with it: there it is the size that batches had before.
     """
 
     def whiten(
         self,
         advantages: Tensor,
         rollout: Rollout,
-        estimator: str,
+        informative: bool,
         sum_over_processes: ppo.Sum,
+        answers: int = 0,
         group_std: Tensor | None = None,
     ) -> tuple[Tensor, float, float]:
         """Advantages [B, R] -> (the same less their mean, divided by the batch's unit, 0 on padding; their
-        standard deviation; the unit).
+        standard deviation; the unit). informative: see ``is_informative``.
 
-        estimator: --advantage. "rloo" and "group" compare answers: their zero is the mean already. Those of
-        "group" are divided by ``group_std`` [B, R] already; their unit is its root mean square.
+        answers: of "rloo" and "group" those of a prompt, whose mean is their zero already; only prompts whose
+        scores differ count. ``group_std`` [B, R]: what those of "group" are divided by already.
         """
         mask = rollout.mask
-        if estimator in ("rloo", "group"):
+        if answers:
+            differ = ppo.scored_apart(rollout.scores, answers)
             sizes = advantages if group_std is None else group_std
-            std = ppo.root_mean_square(sizes, mask, sum_over_processes)
+            std = ppo.root_mean_square(sizes, mask & differ[:, None], sum_over_processes)
         else:
             advantages, std = ppo.centred(advantages, mask, sum_over_processes)
-        every_row = torch.ones_like(rollout.finished)
-        scores = sum_over_processes(ppo.moments(rollout.scores, every_row))
-        informative = ppo.mean_std(scores)[1] > 0  # False where all scores are equal
         unit = self.unit(std, informative)
         divisor = unit if group_std is None else 1.0
         return torch.where(mask, advantages / divisor, 0.0), std, unit
@@ -96,8 +103,8 @@ class AdvantageScale(RunningScale):
 
 
 class ValueScale(RunningScale):
-    """Keeps ``critic.scale`` at the running standard deviation of a batch's returns. Batches whose returns
-    are all equal do not change it."""
+    """Keeps ``critic.scale`` at the running standard deviation of a batch's returns. Batches whose scores are
+    all equal do not change it: with --kl_in reward their returns differ by the KL only."""
 
     def __init__(self, critic: CriticModel):
         super().__init__()
@@ -108,6 +115,7 @@ class ValueScale(RunningScale):
         values: Tensor,
         outcomes: Tensor,
         mask: Tensor,
+        informative: bool,
         sum_over_processes: ppo.Sum,
     ) -> Tensor:
         """Take in the outcomes [B, R] of a batch before it is learned from -> the critic's values [B, R] from
@@ -127,7 +135,7 @@ class ValueScale(RunningScale):
                 slope, intercept = ppo.regression(values, outcomes, mask, sum_over_processes)
             self.critic.map_values(slope, intercept)
             values = torch.where(mask, slope * values + intercept, 0.0)
-        if variance:
+        if variance and informative:
             self.follow(variance)
             self.critic.rescale(self.std)
         return values

@@ -75,6 +75,13 @@ SUMS = [  # (the reward's fields, responses to p, q, r, {part: scores}, what els
         | {"score_raw": [95.5, 139.25]},  # with weights, neither clipped nor normalised
         {"finished": [True, False]},
     ),
+    (
+        {"models": {"model": judging({f"p: {GOOD}": 6.0, "p: 2": 8.0, "q: no": 4.0}, 0.5)}}
+        | {"reasoning": True, "normalize_reward": True},  # 4 and 6 become -1 and 1, the block's 8 becomes 3
+        [GOOD, "no"],
+        {"format": [0.5, 0], "marks": [1, 0], "model": [0.5 * (0.4 * 1 + 0.6 * 3), -0.5]}
+        | {"score": [2.6, -0.5], "score_raw": [1.5 + 0.5 * (0.4 * 6 + 0.6 * 8), 2]},
+    ),
 ]
 
 
@@ -86,7 +93,8 @@ def test_parts_and_their_sum(case):
     parts = reward.combine(raw, ALONE)
     assert {name: x.tolist() for name, x in parts.items()} == {n: pytest.approx(x) for n, x in wanted.items()}
     assert list(parts) == list(wanted) == reward.names
-    assert set(reward.running) == ({"model", "server"} if reward.normalize_reward else set())
+    models = {name for name in ("model", "server") if name in wanted}
+    assert set(reward.running) == (models if reward.normalize_reward else set())
 
 
 def test_a_score_is_at_its_limit_where_the_clip_holds_it():

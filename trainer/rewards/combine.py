@@ -29,7 +29,7 @@ import json
 import math
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -210,24 +210,27 @@ class Reward:
                 new = world.gather(RunningStats.of(raw.parts[name]))
                 self.running[name] = sum(new, self.running.get(name, RunningStats()))
         parts = raw.parts | {name: self._clipped(name, raw.parts[name]) for name in normalised}
-        for name, (_, weight) in self.models.items():
-            whole = self._clipped(name, raw.parts[name])
-            block = self._clipped(name, raw.blocks[name])
-            parts[name] = weight * torch.where(block.isnan(), whole, 0.4 * whole + 0.6 * block)
+        parts |= self._of_models(raw, self._clipped)
         scores = parts | {"score": total(parts)}
         if normalised:
-            scores["score_raw"] = total(self._weighted(raw.parts))
+            scores["score_raw"] = total(raw.parts | self._of_models(raw, lambda name, scores: scores))
         return scores
+
+    def _of_models(self, raw: RawScores, change: Callable[[str, Tensor], Tensor]) -> Parts:
+        """{reward model: scores [B]}: 0.4 that of the whole response + 0.6 that of its answer block, if it
+        has one, times the weight. change: (name, raw scores) -> the scores to mix."""
+        parts = {}
+        for name, (_, weight) in self.models.items():
+            whole = change(name, raw.parts[name])
+            block = change(name, raw.blocks[name])
+            parts[name] = weight * torch.where(block.isnan(), whole, 0.4 * whole + 0.6 * block)
+        return parts
 
     def _clipped(self, name: str, scores: Tensor) -> Tensor:
         """Scores clipped to ±3, normalised before if their part is."""
         if stats := self.running.get(name):
             scores = ((scores.double() - stats.mean) / max(stats.std, SMALLEST_STD)).float()
         return scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
-
-    def _weighted(self, parts: Parts) -> Parts:
-        """Raw scores, those of reward models times their weights."""
-        return parts | {name: weight * parts[name] for name, (_, weight) in self.models.items()}
 
     def at_limit(self, raw: RawScores) -> Tensor:
         """[B], True where the score of a whole response by a reward model is at the limit of the clip or
@@ -270,7 +273,8 @@ class Judge(Reward):
         """``RawScores`` -> {name: scores [B]}, "judge" is the sum of the others; {} without a judge."""
         if not raw.parts:
             return {}
-        parts = {f"judge_{name}": scores for name, scores in self._weighted(raw.parts).items()}
+        weighted = raw.parts | {name: weight * raw.parts[name] for name, (_, weight) in self.models.items()}
+        parts = {f"judge_{name}": scores for name, scores in weighted.items()}
         return {"judge": total(parts)} | (parts if len(parts) > 1 else {})
 
 
