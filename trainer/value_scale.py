@@ -73,14 +73,14 @@ class AdvantageScale(RunningScale):
         rollout: Rollout,
         informative: bool,
         sum_over_processes: ppo.Sum,
-        answers: int = 0,
+        answers: int,
         group_std: Tensor | None = None,
     ) -> tuple[Tensor, float, float]:
         """Advantages [B, R] -> (the same less their mean, divided by the batch's unit, 0 on padding; their
         standard deviation; the unit). informative: see ``is_informative``.
 
         answers: of "rloo" and "group" those of a prompt, whose mean is their zero already; only prompts whose
-        scores differ count. ``group_std`` [B, R]: what those of "group" are divided by already.
+        scores differ count; else 0. ``group_std`` [B, R]: what those of "group" are divided by already.
         """
         mask = rollout.mask
         if answers:
