@@ -110,6 +110,7 @@ def test_the_root_mean_square_is_of_all_processes():
     there = torch.tensor([6.0, 20.0, 3.0]).double()
     assert ppo.root_mean_square(x, mask, lambda t: t + there) == pytest.approx(5**0.5)
     assert ppo.root_mean_square(x, mask & False, alone) == 0
+    assert ppo.root_mean_square(x, x == 3, alone) == 3
 
 
 def test_which_prompts_have_answers_that_score_differently():
