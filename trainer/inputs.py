@@ -159,7 +159,7 @@ def fill_paths(args: Flags) -> None:
 
 def choose_warmup(args: Flags, steps: int) -> None:
     """Choose --critic_warmup_steps where it is not given. Raises InputError if it takes all ``steps`` of the
-    run."""
+    run, or --lr_warmup_steps more than are left to the actor."""
     if args.critic_warmup_steps is None:
         most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
         args.critic_warmup_steps = min(CRITIC_WARMUP_STEPS, most)
@@ -167,6 +167,11 @@ def choose_warmup(args: Flags, steps: int) -> None:
         raise InputError(
             f"--critic_warmup_steps {args.critic_warmup_steps}: the run has only {steps} steps, so the actor "
             "would never train; lower it, or train longer with --epochs or --max_steps"
+        )
+    if args.lr_warmup_steps > (left := steps - args.critic_warmup_steps):
+        raise InputError(
+            f"--lr_warmup_steps {args.lr_warmup_steps}: the actor trains in only {left} steps, so its rate "
+            "would never reach its peak; lower it, or train longer with --epochs or --max_steps"
         )
 
 
