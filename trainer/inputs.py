@@ -33,7 +33,7 @@ from model.loading import (
     quiet,
     tokenizer_source,
 )
-from trainer.compute.scoring import PolicyScorer
+from trainer.compute.scoring import PolicyScorer, short_windows
 from trainer.default_rates import suited_rate
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import Sampler
@@ -295,7 +295,7 @@ def check_sampling(policy: PreTrainedModel) -> None:
     rows = embeddings(policy)
     prompts = [[i % rows for i in range(1, length)] for length in (10, 4, 7)]
     what = f"models of type {kind} are not supported: the sampler's KV cache does not work with them"
-    with quiet(), warnings.catch_warnings(action="ignore"), as_input_error(what):
+    with quiet(), warnings.catch_warnings(action="ignore"), as_input_error(what), short_windows(policy):
         rollout = Sampler(policy, slots=2).sample(prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0)
         scored = PolicyScorer(policy)(rollout.tokens, rollout.layout)[0]
     gap = (scored - rollout.sampler_logprobs).abs().max().item()
