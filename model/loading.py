@@ -38,6 +38,7 @@ from errors import InputError
 from model.model_minimind import minimind_config_of, plain_config
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
+MINIMIND_IDS = 6400  # of its tokenizer
 FEWEST_IDS = 0.5  # of a model's embeddings
 
 
@@ -75,9 +76,13 @@ def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrained
     if str(path).endswith(".pth"):
         return _load_pth(Path(path), trust_remote_code)
     with quiet(), as_input_error(f"no causal language model could be loaded from {_described(path)}"):
+        if has_adapter(path) and not os.path.isfile(os.path.join(path, "config.json")):
+            raise InputError("it holds a LoRA adapter only; merge it into its model with peft, and name that")
         config = plain_config(load_config(path, trust_remote_code))
         if "ForSequenceClassification" in str(config.architectures):
             raise InputError("it is a classifier or reward model, not a causal language model")
+        if getattr(config, "quantization_config", None):
+            raise InputError("its weights are quantized; take the model that it was made from")
         model = load_pretrained(AutoModelForCausalLM, path, trust_remote_code, config)
     if not model.all_tied_weights_keys:  # the files have a head of its own, whatever the config says
         model.config.tie_word_embeddings = False
@@ -105,7 +110,18 @@ def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
         model.tie_weights()
         if (sidecar / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(str(sidecar))
+    if not described and config.vocab_size != MINIMIND_IDS:
+        warnings.warn(
+            f"{path}: taken for a MiniMind with {config.num_attention_heads} heads and the rotary positions "
+            f"of that, as there is no {sidecar}/config.json",
+            stacklevel=2,
+        )
     return model.eval()
+
+
+def has_adapter(path: str | Path) -> bool:
+    """Whether a directory holds a LoRA adapter of peft, alone or beside its model."""
+    return os.path.isfile(os.path.join(path, "adapter_config.json"))
 
 
 def tokenizer_source(path: str | Path) -> str:

@@ -25,6 +25,7 @@ from model.loading import (
     check_tokenizer,
     embeddings,
     eos_ids,
+    has_adapter,
     is_from_outside,
     is_moe,
     load_policy,
@@ -275,6 +276,11 @@ def sampling_sizes(
 def check_policy(args: Flags, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise InputError if the causal LM cannot be trained here, or does not fit tokenizer and flags."""
     check_tokenizer(tokenizer, policy)
+    if has_adapter(args.model):
+        raise InputError(
+            f"--model {args.model}: a LoRA adapter lies beside the model; python export.py {args.model} "
+            "NEW.pth merges the two"
+        )
     for name, p in policy.named_parameters():
         if not p.isfinite().all():
             raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")

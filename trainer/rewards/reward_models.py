@@ -35,6 +35,7 @@ from model.loading import (
     load_config,
     load_pretrained,
     load_tokenizer,
+    most_positions,
     quiet,
 )
 from model.weights import keep_in_half, make_score_heads
@@ -87,13 +88,14 @@ class ClassifierRewardModel(RewardModel):
         if config.num_labels != 1:
             raise InputError(f"it has {config.num_labels} labels, a reward model has one")
         check_tokenizer(self.tokenizer, model)
-        self.pad_id = config.pad_token_id
+        # XLNet reads its score at the last column, padding or not.
+        self.pad_id = None if config.model_type == "xlnet" else config.pad_token_id
         # Decoder classifiers of transformers apply this linear layer to the state of the last token.
         backbone = model.base_model
         self.causal = isinstance(getattr(model, "score", None), nn.Linear) and backbone is not model
         self.packs = self.causal and pack_sequences(backbone)
         self.root = backbone if self.packs else model
-        self.max_length = getattr(config, "max_position_embeddings", sys.maxsize)  # ALiBi: no limit
+        self.max_length = most_positions(config)
         for name, module in model.named_modules():  # RoBERTa's positions begin behind that of its pad token
             first = getattr(module, "padding_idx", None)
             if name.endswith("position_embeddings") and first is not None:
@@ -233,6 +235,8 @@ def load_reward_model(
         # No cache of keys and values: it would only take memory, and the one of transformers 4 is gone.
         config.use_cache = False
         model = load_pretrained(auto_class, path, trust_remote_code, config, weights)
+        if getattr(model, "is_quantized", False) and not outside:
+            raise InputError("its weights are quantized; take the model that it was made from")
         make_score_heads(model)
         if not outside:
             keep_in_half(model)
