@@ -13,6 +13,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable
+from copy import copy
 from datetime import datetime
 from functools import cache
 from itertools import groupby
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
@@ -46,6 +48,8 @@ SWITCHES = ("enable_thinking", "open_thinking")  # of thinking: Qwen3's, MiniMin
 Thinking = Callable[[int], dict[str, bool]]
 Ids = list[int]  # of tokens
 MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
+# What makes a normalizer or pre-tokenizer put no space before a text (Llama 2, Mistral, RoBERTa)
+NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
 
 
 # ---------------------------------------------------------------- special tokens in data stay text
@@ -89,17 +93,59 @@ def unmark(text: str) -> str:
     return text.replace(MARK, "")
 
 
-def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
-    """The token ids of a text with marks: the marks become text, special tokens outside them stay special."""
+@cache  # called for every text
+def joints(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, re.Pattern[str], bool] | None:
+    """Of a tokenizer that puts a space before each text: one that puts none and has no added tokens; a
+    pattern of the added tokens; whether a space follows these too. None for all other tokenizers."""
+    if not tokenizer.is_fast:
+        return None
+    whole: Tokenizer = tokenizer.backend_tokenizer
+    inner = Tokenizer(whole.model)
+    for name in ("normalizer", "pre_tokenizer"):
+        if part := copy(getattr(whole, name)):
+            changed = json.loads(
+                part.__getstate__(), object_hook=lambda x: {name: NO_SPACE.get(name, x[name]) for name in x}
+            )
+            part.__setstate__(json.dumps(changed).encode())
+            setattr(inner, name, part)
+    ids = whole.encode("a", add_special_tokens=False).ids
+    if inner.encode("a").ids == ids:
+        return None
+    # The longest first, as in ``spellings``. Some take the white space beside them.
+    added = sorted(tokenizer.added_tokens_decoder.values(), key=lambda x: len(x.content), reverse=True)
+    names = [r"\s*" * x.lstrip + re.escape(x.content) + r"\s*" * x.rstrip for x in added]
+    behind = whole.encode("".join(x.content for x in added[:1]) + "a", add_special_tokens=False).ids
+    return inner, re.compile("|".join(names) or "(?!)"), behind[-len(ids) :] == ids
+
+
+def encode_piece(tokenizer: PreTrainedTokenizerBase, text: str, before: str, split: bool) -> Ids:
+    """The token ids of a text behind ``before``, "" for none: as the two have them together, so without the
+    space that some tokenizers put before each text. split: marks are taken out, special tokens are split."""
+    row: Ids = []
+    found = joints(tokenizer) if before else None
+    if found:
+        inner, added, spaced = found
+        if not spaced or added.split(before)[-1]:  # otherwise it follows an added token
+            head = added.split(text, maxsplit=1)[0]
+            text = text[len(head) :]
+            row = inner.encode(unmark(head) if split else head).ids
+    text = unmark(text) if split else text
+    return row + tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
+
+
+def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, before: str = "") -> Ids:
+    """The token ids of a text with marks: the marks become text, special tokens outside them stay special.
+    before: as ``after`` in ``encode``."""
     pattern, special = spellings(tokenizer)
     ids: Ids = []
-    # Neighbours go together: some tokenizers put a space before each text that they are given.
+    # Neighbours go together: a token may cover the end of one and the start of the next.
     for is_text, pieces in groupby(filter(None, pattern.split(text)), lambda piece: MARK in piece):
         piece = "".join(pieces)
-        row = tokenizer.encode(unmark(piece), add_special_tokens=False, split_special_tokens=is_text)
+        row = encode_piece(tokenizer, piece, before, split=is_text)
         if is_text and not special.isdisjoint(row):  # the vocabulary has the token as a word
-            row = tokenizer.encode(piece, add_special_tokens=False)
+            row = encode_piece(tokenizer, piece, before, split=False)
         ids += row
+        before = piece
     return ids
 
 
@@ -155,20 +201,21 @@ def render(
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], opening: bool = True, closing: bool = False
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], after: str = "", closing: bool = False
 ) -> list[Ids]:
-    """Texts, marked -> a list of token-id lists. opening, closing: whether they begin and end with what the
-    tokenizer puts ``around`` any text: not those that continue another one, and not those that go on, as
+    """Texts, marked -> a list of token-id lists. after: the text that they continue; without one they begin
+    with what the tokenizer puts ``around`` any text. closing: they end with it too, and do not go on, as
     prompts do."""
     if not texts:
         return []
     with as_input_error(f"the tokenizer {tokenizer.name_or_path} cannot encode the texts"):
         before, behind = around(tokenizer)
+        in_parts = bool(after and joints(tokenizer))
         rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return [
-            before * opening + (encode_marked(tokenizer, text) if MARK in text else row) + behind * closing
-            for text, row in zip(texts, rows, strict=True)
-        ]
+        for number, text in enumerate(texts):
+            if in_parts or MARK in text:
+                rows[number] = encode_marked(tokenizer, text, after)
+        return [before * (not after) + row + behind * closing for row in rows]
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Asked, **kwargs: Any) -> str:
