@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from huggingface_hub import constants, get_session, try_to_load_from_cache
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -38,6 +39,7 @@ from errors import InputError
 from model.model_minimind import minimind_config_of, plain_config
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FEWEST_IDS = 0.5  # of a model's embeddings
 
 
@@ -48,8 +50,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     """The tokenizer of a directory or hub name.
 
     A tokenizer without a pad token gets its EOS as pad token. This is safe: padding is known from lengths,
-    never from the token. Raises ``InputError`` if there is no tokenizer or it cannot be read.
-    """
+    never from the token. TAGS are no special tokens: they would be missing in decoded text. Raises
+    ``InputError`` if there is no tokenizer or it cannot be read."""
     if os.path.isdir(path) and not _has_tokenizer(Path(path)):
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
     with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
@@ -61,6 +63,18 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         complete = written in ("PreTrainedTokenizerFast", "TokenizersBackend")
         kind = PreTrainedTokenizerFast if complete else AutoTokenizer
         tokenizer = kind.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    more = [token for token in tokenizer.extra_special_tokens if str(token) not in TAGS]
+    tokenizer.init_kwargs["extra_special_tokens"] = tokenizer.extra_special_tokens = more
+    tags = [
+        token for token in tokenizer.added_tokens_decoder.values() if token.special and token.content in TAGS
+    ]
+    tags = [token for token in tags if token.content not in tokenizer.all_special_tokens]  # such as an EOS
+    if tags and tokenizer.is_fast:
+        for token in tags:
+            token.special = False
+        tokenizer.add_tokens(tags)
+        # What is skipped in decoding is only known anew to a tokenizer that is read anew.
+        tokenizer._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

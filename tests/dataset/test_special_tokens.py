@@ -13,6 +13,7 @@ from dataset.chat_template import conversation_ids, encode, mark_special, prompt
 from dataset.formats import to_prompt
 from dataset.lm_dataset import LoggedAnswers, PreferenceDataset, RLAIFDataset, SFTDataset
 from model.loading import load_tokenizer
+from trainer.generation.stops import decode
 
 SENTENCES = ["What is two plus three?", "the user says hello", "naïve 你好 a<b> |x|", "im_end end start"] * 4
 CHATML = (
@@ -227,6 +228,7 @@ def test_a_text_behind_another_has_the_ids_that_it_has_in_the_whole(tmp_path, sp
     backend = Tokenizer(models.BPE({chr(i): n for n, i in enumerate((*range(10, 127), 9601, 288, 266))}, []))
     for name, part in SPACES[space].items():
         setattr(backend, name, part)
+    backend.model.unk_token = "?"
     backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     phi = template == PHI_3
     tokenizer = wrapped(backend, eos_token=AddedToken("<|end|>" if phi else "</s>", rstrip=phi))
@@ -262,6 +264,28 @@ def test_a_template_that_prints_a_date_prints_the_same_on_every_day():
     tokenizer = byte_level()
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') + messages[0]['content'] }}"
     assert prompt_text(tokenizer, "hello") == "01 Jan 2026hello"
+
+
+def test_tags_of_thinking_are_no_special_tokens_when_they_are_loaded(tmp_path):
+    """Whether they were added as named ones or not. An EOS stays one, in whatever tokenizer."""
+    saved = byte_level(CHATML)
+    saved.add_tokens([AddedToken("</think>", special=True, normalized=False)], special_tokens=True)
+    more = [*saved.extra_special_tokens, "<think>", "<answer>"]
+    saved.add_special_tokens({"extra_special_tokens": more, "eos_token": "</answer>"})
+    saved.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    said = "<think>\nthe <|im_end|>\n</think>\n<answer> hello"
+    ids = encode(tokenizer, [mark_special(tokenizer, said + "</answer>")])[0]
+    assert ids.count(tokenizer.convert_tokens_to_ids("<think>")) == ids.count(saved.vocab["</think>"]) == 1
+    assert specials(tokenizer, ids) == []
+    tokenizer.save_pretrained(tmp_path)
+    for one in (tokenizer, PreTrainedTokenizerFast.from_pretrained(tmp_path)):
+        text = "<think> a </think> <answer> b</answer><|im_end|>"
+        assert (
+            decode(one, one(text, add_special_tokens=False)["input_ids"]).strip()
+            == text.partition("</answer>")[0]
+        )
+        assert one.vocab == saved.vocab and "<|im_end|>" in one.extra_special_tokens
 
 
 def test_roles_are_text_as_well_but_their_own_names_may_be_special_tokens():
