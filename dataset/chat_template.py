@@ -240,7 +240,7 @@ def learned_pieces(
 ) -> list[tuple[str, bool]]:
     """A prompt and the answer to it -> [(text, does the assistant say it?), …], marked; the last one is the
     answer with what ends it. prompt: None for a text that is all to be learned. Raises InputError for a
-    template that does not put answers behind prompts."""
+    template that does not put answers behind prompts, or not as they are."""
     answer = mark_special(tokenizer, answer)
     eos = tokenizer.eos_token
     if eos is None:
@@ -261,11 +261,50 @@ def learned_pieces(
         after = render(tokenizer, messages[: k + 1])
         # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
         if full.startswith(after) and after.startswith(before) and len(before) > done:
+            said = message["content"]
+            # Templates strip what is said, and may open its thought in the prompt.
+            if said not in after[len(before) :] and "".join(said.split()) not in "".join(
+                after[done:].split()
+            ):
+                raise InputError(
+                    "the chat template changes the answer or leaves out a part, such as a thought, so it is "
+                    "not learned; give another --prompt_template, or take thoughts out of the records"
+                )
             pieces += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
             done = len(after)
     if not pieces or done < len(full):
         raise InputError("this chat template cannot be split into prompt and answer for training")
     return pieces
+
+
+@cache  # called for every batch
+def pair_layout(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int | None, Ids, Ids]]:
+    """What the tokenizer makes of two texts, in order: (number of the text, or None for special tokens; token
+    ids; token types)."""
+    found = tokenizer("a", "a", return_token_type_ids=True, verbose=False)
+    tokens = zip(found.sequence_ids(), found["input_ids"], found["token_type_ids"], strict=True)
+    groups = [(number, list(group)) for number, group in groupby(tokens, lambda token: token[0])]
+    return [(number, [x[1] for x in group], [x[2] for x in group]) for number, group in groups]
+
+
+def pair_ids(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Answered]
+) -> tuple[list[Ids], list[Ids]]:
+    """Pairs (prompt, response text) -> token ids and token types of ``tokenizer(prompt, response)``, as
+    encoders without a chat template are trained on them."""
+    asked = [str(for_tokenizer(tokenizer, prompt)) for prompt, _ in conversations]
+    answers = [mark_special(tokenizer, response) for _, response in conversations]
+    ids: list[Ids] = []
+    types: list[Ids] = []
+    kept = len(around(tokenizer)[0])
+    for texts in zip(encode(tokenizer, asked), encode(tokenizer, answers), strict=True):
+        ids.append([])
+        types.append([])
+        for number, special, kinds in pair_layout(tokenizer):
+            part = special if number is None else texts[number][kept:]
+            ids[-1] += part
+            types[-1] += kinds if number is None else kinds[:1] * len(part)
+    return ids, types
 
 
 def conversation_ids(tokenizer: PreTrainedTokenizerBase, conversations: list[Answered]) -> list[Ids]:
