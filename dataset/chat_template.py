@@ -261,16 +261,15 @@ def learned_pieces(
         after = render(tokenizer, messages[: k + 1])
         # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
         if full.startswith(after) and after.startswith(before) and len(before) > done:
-            said = message["content"]
+            said = full[len(before) : len(after)]
+            answered = "".join(message["content"].split()).removeprefix("<think>")
             # Templates strip what is said, and may open its thought in the prompt.
-            if said not in after[len(before) :] and "".join(said.split()) not in "".join(
-                after[done:].split()
-            ):
+            if message["content"] not in said and answered not in "".join(said.split()):
                 raise InputError(
                     "the chat template changes the answer or leaves out a part, such as a thought, so it is "
                     "not learned; give another --prompt_template, or take thoughts out of the records"
                 )
-            pieces += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
+            pieces += [(full[done : len(before)], False), (said, True)]
             done = len(after)
     if not pieces or done < len(full):
         raise InputError("this chat template cannot be split into prompt and answer for training")

@@ -82,6 +82,7 @@ SAID = [  # the last turn, whether a template that writes no thoughts writes all
     (tiny.assistant("<think>\na\n</think>\n\nb"), False),
     (tiny.assistant(" <think> a </think>  b "), False),
     (THOUGHT_OUT, False),
+    (tiny.assistant("<think> a </think> c"), False),  # as the user says
     (tiny.assistant("  a b\n"), True),
 ]
 

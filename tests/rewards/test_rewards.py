@@ -246,10 +246,10 @@ def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkey
         save_encoder(tmp_path, kind)
     else:
         pad = None if kind == "no pad token" else 1
-        tokenizer = tiny.word_tokenizer(WORDS, chat=True)
+        tokenizer = tiny.word_tokenizer(WORDS, chat=kind != "padded")
         tiny.save_reward_dir(tmp_path, tokenizer, pad_token_id=pad, reward_offset=5.0)
     model = load_reward_model(str(tmp_path), CPU)
-    assert (model.packs, model.causal) == (kind == "packed", not encoder)
+    assert (model.packs, model.causal, model.pairs) == (kind == "packed", not encoder, encoder)
     if not encoder:
         model.max_length = 8
     conversations = [("one", "two </s>"), ("one two", "three"), ("one two", "five four " * 9 + "three")]
