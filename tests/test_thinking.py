@@ -74,7 +74,8 @@ def test_every_stage_renders_the_prompt_with_the_arguments(tmp_path, name, kwarg
 
 
 DROPS = (
-    "{% for m in messages %}{{ m.role + ' ' + m.content.split('</think>')[-1] + ' </s> ' }}{% endfor %}"
+    "{% for m in messages %}{{ m.role + ' ' }}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    "{{ m.content.split('</think>')[-1] }}{% endif %}{{ ' </s> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
 )
 THOUGHT_OUT = {"role": "assistant", "content": "b", "reasoning_content": "a"}
