@@ -13,6 +13,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable
+from copy import copy
 from datetime import datetime
 from functools import cache
 from itertools import groupby
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
@@ -46,6 +48,8 @@ SWITCHES = ("enable_thinking", "open_thinking")  # of thinking: Qwen3's, MiniMin
 Thinking = Callable[[int], dict[str, bool]]
 Ids = list[int]  # of tokens
 MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
+# What makes a normalizer or pre-tokenizer put no space before a text (Llama 2, Mistral, RoBERTa)
+NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
 
 
 # ---------------------------------------------------------------- special tokens in data stay text
@@ -89,17 +93,59 @@ def unmark(text: str) -> str:
     return text.replace(MARK, "")
 
 
-def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
-    """The token ids of a text with marks: the marks become text, special tokens outside them stay special."""
+@cache  # called for every text
+def joints(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, re.Pattern[str], bool] | None:
+    """Of a tokenizer that puts a space before each text: one that puts none and has no added tokens; a
+    pattern of the added tokens; whether a space follows these too. None for all other tokenizers."""
+    if not tokenizer.is_fast:
+        return None
+    whole: Tokenizer = tokenizer.backend_tokenizer
+    inner = Tokenizer(whole.model)
+    for name in ("normalizer", "pre_tokenizer"):
+        if part := copy(getattr(whole, name)):
+            changed = json.loads(
+                part.__getstate__(), object_hook=lambda x: {name: NO_SPACE.get(name, x[name]) for name in x}
+            )
+            part.__setstate__(json.dumps(changed).encode())
+            setattr(inner, name, part)
+    ids = whole.encode("a", add_special_tokens=False).ids
+    if inner.encode("a").ids == ids:
+        return None
+    # The longest first, as in ``spellings``. Some take the white space beside them.
+    added = sorted(tokenizer.added_tokens_decoder.values(), key=lambda x: len(x.content), reverse=True)
+    names = [r"\s*" * x.lstrip + re.escape(x.content) + r"\s*" * x.rstrip for x in added]
+    behind = whole.encode("".join(x.content for x in added[:1]) + "a", add_special_tokens=False).ids
+    return inner, re.compile("|".join(names) or "(?!)"), behind[-len(ids) :] == ids
+
+
+def encode_piece(tokenizer: PreTrainedTokenizerBase, text: str, before: str, split: bool) -> Ids:
+    """The token ids of a text behind ``before``, "" for none: as the two have them together, so without the
+    space that some tokenizers put before each text. split: marks are taken out, special tokens are split."""
+    row: Ids = []
+    found = joints(tokenizer) if before else None
+    if found:
+        inner, added, spaced = found
+        if not spaced or added.split(before)[-1]:  # otherwise it follows an added token
+            head = added.split(text, maxsplit=1)[0]
+            text = text[len(head) :]
+            row = inner.encode(unmark(head) if split else head).ids
+    text = unmark(text) if split else text
+    return row + tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
+
+
+def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, before: str = "") -> Ids:
+    """The token ids of a text with marks: the marks become text, special tokens outside them stay special.
+    before: as ``after`` in ``encode``."""
     pattern, special = spellings(tokenizer)
     ids: Ids = []
-    # Neighbours go together: some tokenizers put a space before each text that they are given.
+    # Neighbours go together: a token may cover the end of one and the start of the next.
     for is_text, pieces in groupby(filter(None, pattern.split(text)), lambda piece: MARK in piece):
         piece = "".join(pieces)
-        row = tokenizer.encode(unmark(piece), add_special_tokens=False, split_special_tokens=is_text)
+        row = encode_piece(tokenizer, piece, before, split=is_text)
         if is_text and not special.isdisjoint(row):  # the vocabulary has the token as a word
-            row = tokenizer.encode(piece, add_special_tokens=False)
+            row = encode_piece(tokenizer, piece, before, split=False)
         ids += row
+        before = piece
     return ids
 
 
@@ -155,20 +201,21 @@ def render(
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], opening: bool = True, closing: bool = False
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], after: str = "", closing: bool = False
 ) -> list[Ids]:
-    """Texts, marked -> a list of token-id lists. opening, closing: whether they begin and end with what the
-    tokenizer puts ``around`` any text: not those that continue another one, and not those that go on, as
+    """Texts, marked -> a list of token-id lists. after: the text that they continue; without one they begin
+    with what the tokenizer puts ``around`` any text. closing: they end with it too, and do not go on, as
     prompts do."""
     if not texts:
         return []
     with as_input_error(f"the tokenizer {tokenizer.name_or_path} cannot encode the texts"):
         before, behind = around(tokenizer)
+        in_parts = bool(after and joints(tokenizer))
         rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return [
-            before * opening + (encode_marked(tokenizer, text) if MARK in text else row) + behind * closing
-            for text, row in zip(texts, rows, strict=True)
-        ]
+        for number, text in enumerate(texts):
+            if in_parts or MARK in text:
+                rows[number] = encode_marked(tokenizer, text, after)
+        return [before * (not after) + row + behind * closing for row in rows]
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Asked, **kwargs: Any) -> str:
@@ -193,7 +240,7 @@ def learned_pieces(
 ) -> list[tuple[str, bool]]:
     """A prompt and the answer to it -> [(text, does the assistant say it?), …], marked; the last one is the
     answer with what ends it. prompt: None for a text that is all to be learned. Raises InputError for a
-    template that does not put answers behind prompts."""
+    template that does not put answers behind prompts, or not as they are."""
     answer = mark_special(tokenizer, answer)
     eos = tokenizer.eos_token
     if eos is None:
@@ -214,11 +261,49 @@ def learned_pieces(
         after = render(tokenizer, messages[: k + 1])
         # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
         if full.startswith(after) and after.startswith(before) and len(before) > done:
-            pieces += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
+            said = full[len(before) : len(after)]
+            answered = "".join(message["content"].split()).removeprefix("<think>")
+            # Templates strip what is said, and may open its thought in the prompt.
+            if message["content"] not in said and answered not in "".join(said.split()):
+                raise InputError(
+                    "the chat template changes the answer or leaves out a part, such as a thought, so it is "
+                    "not learned; give another --prompt_template, or take thoughts out of the records"
+                )
+            pieces += [(full[done : len(before)], False), (said, True)]
             done = len(after)
     if not pieces or done < len(full):
         raise InputError("this chat template cannot be split into prompt and answer for training")
     return pieces
+
+
+@cache  # called for every batch
+def pair_layout(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int | None, Ids, Ids]]:
+    """What the tokenizer makes of two texts, in order: (number of the text, or None for special tokens; token
+    ids; token types)."""
+    found = tokenizer("a", "a", return_token_type_ids=True, verbose=False)
+    tokens = zip(found.sequence_ids(), found["input_ids"], found["token_type_ids"], strict=True)
+    groups = [(number, list(group)) for number, group in groupby(tokens, lambda token: token[0])]
+    return [(number, [x[1] for x in group], [x[2] for x in group]) for number, group in groups]
+
+
+def pair_ids(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Answered]
+) -> tuple[list[Ids], list[Ids]]:
+    """Pairs (prompt, response text) -> token ids and token types of ``tokenizer(prompt, response)``, as
+    encoders without a chat template are trained on them."""
+    asked = [str(for_tokenizer(tokenizer, prompt)) for prompt, _ in conversations]
+    answers = [mark_special(tokenizer, response) for _, response in conversations]
+    ids: list[Ids] = []
+    types: list[Ids] = []
+    kept = len(around(tokenizer)[0])
+    for texts in zip(encode(tokenizer, asked), encode(tokenizer, answers), strict=True):
+        ids.append([])
+        types.append([])
+        for number, special, kinds in pair_layout(tokenizer):
+            part = special if number is None else texts[number][kept:]
+            ids[-1] += part
+            types[-1] += kinds if number is None else kinds[:1] * len(part)
+    return ids, types
 
 
 def conversation_ids(tokenizer: PreTrainedTokenizerBase, conversations: list[Answered]) -> list[Ids]:

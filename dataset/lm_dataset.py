@@ -116,9 +116,9 @@ class RecordDataset(Dataset[Item], ABC):
             self.tools |= has_tools(record)
             return self.item(i, record)
 
-    def ids(self, text: str, opening: bool = True) -> Ids:
-        """The token ids of a marked text. opening: as in ``encode``."""
-        return encode(self.tokenizer, [text], opening)[0]
+    def ids(self, text: str, after: str = "") -> Ids:
+        """The token ids of a marked text. after: as in ``encode``."""
+        return encode(self.tokenizer, [text], after)[0]
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -232,12 +232,14 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
         eos = self.tokenizer.eos_token_id
         ids: Ids = []
         mask: Ids = []
+        before = ""
         for text, is_said in learned_pieces(self.tokenizer, prompt, answer):
-            row = self.ids(text, opening=not ids)
+            row = self.ids(text, before)
             # After the last EOS a template may write a newline, which the model never has to.
             behind = row[::-1].index(eos) if eos in row else 0
             mask += [int(is_said)] * (len(row) - behind) + [0] * behind
             ids += row
+            before += text
         mask[0] = 0  # nothing comes before the first token of a text
         return ids, mask
 
@@ -295,7 +297,7 @@ class LoggedRecords(RecordDataset[Item]):
         prompt = add_system(prompt, self.system_prompt)
         *context, (said, _) = learned_pieces(self.tokenizer, prompt, response)
         before = "".join(text for text, _ in context)
-        ids = self.ids(said, opening=False)
+        ids = self.ids(said, before)
         ends = [place for place, token in enumerate(ids) if token in self.eos]
         if not ends:
             raise InputError(

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from huggingface_hub import constants, get_session, try_to_load_from_cache
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -39,6 +40,7 @@ from model.model_minimind import minimind_config_of, plain_config
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
 MINIMIND_IDS = 6400  # of its tokenizer
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FEWEST_IDS = 0.5  # of a model's embeddings
 
 
@@ -49,8 +51,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     """The tokenizer of a directory or hub name.
 
     A tokenizer without a pad token gets its EOS as pad token. This is safe: padding is known from lengths,
-    never from the token. Raises ``InputError`` if there is no tokenizer or it cannot be read.
-    """
+    never from the token. TAGS are no special tokens: they would be missing in decoded text. Raises
+    ``InputError`` if there is no tokenizer or it cannot be read."""
     if os.path.isdir(path) and not _has_tokenizer(Path(path)):
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
     with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
@@ -62,6 +64,17 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         complete = written in ("PreTrainedTokenizerFast", "TokenizersBackend")
         kind = PreTrainedTokenizerFast if complete else AutoTokenizer
         tokenizer = kind.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    named = set(tokenizer.special_tokens_map.values())  # such as an EOS
+    added = tokenizer.added_tokens_decoder.values()
+    tags = [x for x in added if x.special and x.content in TAGS and x.content not in named]
+    if tags and tokenizer.is_fast:
+        more = [token for token in tokenizer.extra_special_tokens if str(token) not in TAGS]
+        tokenizer.init_kwargs["extra_special_tokens"] = tokenizer.extra_special_tokens = more
+        for token in tags:
+            token.special = False
+        tokenizer.add_tokens(tags)
+        # What is skipped in decoding is only known anew to a tokenizer that is read anew.
+        tokenizer._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -15,7 +15,7 @@ from test_invariants import ALONE
 import chat
 import export
 from dataset.chat_template import conversation_text, load_thinking, set_template_kwargs
-from dataset.lm_dataset import RLAIFDataset, SFTDataset
+from dataset.lm_dataset import LoggedAnswers, RLAIFDataset, SFTDataset
 from errors import InputError
 from model.loading import load_tokenizer
 from trainer import train_ppo, train_reward, train_sft
@@ -71,6 +71,47 @@ def test_every_stage_renders_the_prompt_with_the_arguments(tmp_path, name, kwarg
     assert ids[: len(prompt.prompt_ids)] == prompt.prompt_ids
     opened = "" if end == OPENED else "<think> "
     assert tokenizer.decode(learned) == f"{opened}c </think> d </s>"
+
+
+DROPS = (
+    "{% for m in messages %}{{ m.role + ' ' }}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    "{{ m.content.split('</think>')[-1] }}{% endif %}{{ ' </s> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
+THOUGHT_OUT = {"role": "assistant", "content": "b", "reasoning_content": "a"}
+SAID = [  # the last turn, whether a template that writes no thoughts writes all of it
+    (tiny.assistant("<think>\na\n</think>\n\nb"), False),
+    (tiny.assistant(" <think> a </think>  b "), False),
+    (THOUGHT_OUT, False),
+    (tiny.assistant("<think> a </think> c"), False),  # as the user says
+    (tiny.assistant("  a b\n"), True),
+]
+
+
+@pytest.mark.parametrize(("turn", "whole"), SAID)
+def test_an_answer_whose_thought_the_template_leaves_out_is_refused(tmp_path, turn, whole):
+    """DeepSeek-R1-Distill's does, in stage 1 and in offline PPO; in an earlier turn as well."""
+    asked = [tiny.user("a <think> a </think> c")]
+    talks = [[*asked, turn], [*asked, turn, *asked, tiny.assistant("d")]]
+    paths = [tiny.write_jsonl(tmp_path / f"{n}.jsonl", [{"messages": x}]) for n, x in enumerate(talks)]
+    pair = {"prompt": asked, "chosen": [turn], "rejected": [tiny.assistant("e")]}
+    pairs = tiny.write_jsonl(tmp_path / "pairs.jsonl", [pair])
+    eos = {"max_response": 64, "eos": [0]}
+    for template in (
+        QWEN3,
+        MINIMIND3.replace("is defined and open_thinking is true", "is not defined"),
+        DROPS,
+    ):
+        tokenizer = tokenizer_of("Qwen3")
+        tokenizer.chat_template = template
+        if template != DROPS or whole:
+            assert all(len(SFTDataset(path, tokenizer, 64)) for path in paths)
+            assert len(LoggedAnswers(pairs, tokenizer, 64, **eos)) == 2
+            continue
+        for path in paths:
+            says = r"\d\.jsonl:1: .*leaves out a part, .*--prompt_template"
+            tiny.refused(says, SFTDataset, path, tokenizer, 64)
+        tiny.refused(r"pairs\.jsonl:1: .*leaves out", LoggedAnswers, pairs, tokenizer, 64, **eos)
 
 
 @pytest.mark.parametrize(("name", "thinks"), [("Qwen3", "assistant "), ("MiniMind-3", OPENED)])

@@ -83,7 +83,8 @@ def start_facts(run: "PpoRun") -> dict[str, Any]:
     header, ends = turns_of(tokenizer, run.endings.eos)
     rows = embeddings(run.ref)
     ids = len(tokenizer.get_vocab())
-    plain = [name for name, (model, _) in run.reward.models.items() if not model.tokenizer.chat_template]
+    models = run.reward.models.items()
+    plain = [name for name, (model, _) in models if not (model.tokenizer.chat_template or model.pairs)]
     return Run.facts(run) | {
         "prompts": len(prompts),
         "dropped_share": prompts.dropped / prompts.read,  # share of the records that are too long

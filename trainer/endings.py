@@ -10,9 +10,8 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from errors import InputError
-from model.loading import eos_ids
+from model.loading import TAGS, eos_ids
 from trainer.generation.stops import HALF, EarlyEnds, StopStrings
-from trainer.rewards.rules import TAGS
 
 
 class Endings(NamedTuple):

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerFast
 import chat
 from dataset.chat_template import conversation_ids, encode, mark_special, prompt_text, unmark
 from dataset.formats import to_prompt
-from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
+from dataset.lm_dataset import LoggedAnswers, PreferenceDataset, RLAIFDataset, SFTDataset
 from model.loading import load_tokenizer
+from trainer.generation.stops import decode
 
 SENTENCES = ["What is two plus three?", "the user says hello", "naïve 你好 a<b> |x|", "im_end end start"] * 4
 CHATML = (
@@ -202,10 +203,89 @@ def test_a_unigram_tokenizer_makes_no_special_tokens_of_letters_and_changes_no_n
     assert prompt_ids(tokenizer, "你<|x|>") == prompt_ids(unigram(), "你<|x|>")
 
 
+SPACES = {  # how a space comes before each text
+    "Llama 2": {
+        "normalizer": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    },
+    "always": {"pre_tokenizer": pre_tokenizers.Metaspace()},
+    "first": {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first")},
+    "bytes": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+    "no space": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False)},
+}
+LLAMA_2 = LLAMA.replace("{{ '<s>' }}", "").replace("m.content + '</s>'", "' ' + m.content + ' </s>'")
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+PHI_3 = ZEPHYR.replace("</s>", "<|end|>")
+
+
+@pytest.mark.parametrize("template", [None, LLAMA, LLAMA_2, ZEPHYR, PHI_3])
+@pytest.mark.parametrize("space", SPACES)
+def test_a_text_behind_another_has_the_ids_that_it_has_in_the_whole(tmp_path, space, template):
+    """No token covers two characters, so the whole can be cut. Phi-3's own take the white space behind them.
+    Spelled special tokens have the ids of other letters, but for one of them."""
+    backend = Tokenizer(models.BPE({chr(i): n for n, i in enumerate((*range(10, 127), 9601, 288, 266))}, []))
+    for name, part in SPACES[space].items():
+        setattr(backend, name, part)
+    backend.model.unk_token = "?"
+    backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    phi = template == PHI_3
+    tokenizer = wrapped(backend, eos_token=AddedToken("<|end|>" if phi else "</s>", rstrip=phi))
+    tokenizer.add_special_tokens({"extra_special_tokens": [AddedToken("<|assistant|>", rstrip=True)] * phi})
+    tokenizer.chat_template = template
+    odd = "" if phi else "</s>"
+    turns = [user("one"), assistant(f"<think> two{odd} <think>,")] * bool(template) + [user("three")]
+    answers = [", four", f"five {odd} <think> six"]
+
+    def whole(answer):
+        said = [*turns, assistant(answer)]
+        text = tokenizer.apply_chat_template(said, tokenize=False) if template else f"three{answer}</s>"
+        ids = tokenizer(text.replace("two<", "two~").replace("five <", "five ~"))["input_ids"]
+        return [backend.token_to_id("<") if i == backend.token_to_id("~") else i for i in ids]
+
+    records = [{"prompt": turns, "answer": answer} for answer in answers]
+    data = SFTDataset(write_jsonl(tmp_path / "d.jsonl", records), tokenizer, 10**6)
+    assert [ids for ids, _ in data] == list(map(whole, answers))
+    path = write_jsonl(
+        tmp_path / "p.jsonl", [{"prompt": turns, "chosen": answers[0], "rejected": answers[1]}]
+    )
+    eos = [tokenizer.eos_token_id]
+    for item, answer in zip(
+        LoggedAnswers(path, tokenizer, 999, max_response=99, eos=eos), answers, strict=True
+    ):
+        ids = item.prompt_ids + item.response_ids
+        assert ids == whole(answer)[: len(ids)] and item.response_ids[-1:] == eos
+    if template:
+        assert [*PreferenceDataset(path, tokenizer, 10**6)[0][:2]] == list(map(whole, answers))
+
+
 def test_a_template_that_prints_a_date_prints_the_same_on_every_day():
     tokenizer = byte_level()
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') + messages[0]['content'] }}"
     assert prompt_text(tokenizer, "hello") == "01 Jan 2026hello"
+
+
+def test_tags_of_thinking_are_no_special_tokens_when_they_are_loaded(tmp_path):
+    """Whether they were added as named ones or not. An EOS stays one, in whatever tokenizer."""
+    saved = byte_level(CHATML)
+    saved.add_tokens([AddedToken("</think>", special=True, normalized=False)], special_tokens=True)
+    more = [*saved.extra_special_tokens, "<think>", "<answer>"]
+    saved.add_special_tokens({"extra_special_tokens": more, "eos_token": "</answer>"})
+    saved.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    said = "<think>\nthe <|im_end|>\n</think>\n<answer> hello"
+    ids = encode(tokenizer, [mark_special(tokenizer, said + "</answer>")])[0]
+    assert ids.count(tokenizer.convert_tokens_to_ids("<think>")) == ids.count(saved.vocab["</think>"]) == 1
+    assert specials(tokenizer, ids) == []
+    tokenizer.save_pretrained(tmp_path)
+    for one in (tokenizer, PreTrainedTokenizerFast.from_pretrained(tmp_path)):
+        text = "<think> a </think> <answer> b</answer><|im_end|>"
+        assert (
+            decode(one, one(text, add_special_tokens=False)["input_ids"]).strip()
+            == text.partition("</answer>")[0]
+        )
+        assert one.vocab == saved.vocab and "<|im_end|>" in one.extra_special_tokens
 
 
 def test_roles_are_text_as_well_but_their_own_names_may_be_special_tokens():

@@ -210,48 +210,59 @@ def test_what_is_no_number_or_no_reward_model_is_refused(tmp_path):
 
 
 def save_encoder(folder, kind):
-    """A BERT or RoBERTa that takes 8 tokens: RoBERTa's positions begin behind its pad token's."""
+    """A BERT, DeBERTa v3 or RoBERTa that takes 8 tokens: RoBERTa's positions begin behind its pad token's."""
     tokenizer = tiny.word_tokenizer([*WORDS, "<s>"])
     tokenizer.add_special_tokens({"cls_token": "<s>"})
     around = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>")]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A </s>", special_tokens=around
+        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=around
     )
     tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    types = ["token_type_ids"] * (kind == "Bert")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_input_names": ["input_ids", *types]}))
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    sizes["max_position_embeddings"] = 8 if kind == "Bert" else 10
+    sizes["max_position_embeddings"] = 10 if kind == "Roberta" else 8
+    sizes["type_vocab_size"] = {"Bert": 2, "Roberta": 1, "DebertaV2": 0}[kind]
     more = {"num_labels": 1, "pad_token_id": 1, "initializer_range": 0.5}
     torch.manual_seed(0)
     config = getattr(T, f"{kind}Config")(vocab_size=len(tokenizer), **sizes, **more)
     getattr(T, f"{kind}ForSequenceClassification")(config).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded", "no pad token", "Bert", "Roberta"])
+ENCODERS = ("Bert", "Roberta", "DebertaV2")
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded", "no pad token", *ENCODERS])
 def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkeypatch, kind):
     """An encoder's score is read at the first token, and its tokens see each other: padding is masked.
     A decoder that looks for its last token by the pad token, and has none, gets one at a time. A score loses
-    its offset, and a long conversation its beginning, but for an encoder's first token."""
-    encoder = kind in ("Bert", "Roberta")
+    its offset, and a long conversation its beginning, but for an encoder's first token. An encoder reads
+    prompt and response as the two texts of its tokenizer."""
+    encoder = kind in ENCODERS
     if kind in ("padded", "no pad token"):
         monkeypatch.setattr("trainer.rewards.reward_models.pack_sequences", lambda backbone: False)
     if encoder:
         save_encoder(tmp_path, kind)
     else:
         pad = None if kind == "no pad token" else 1
-        tokenizer = tiny.word_tokenizer(WORDS, chat=True)
+        tokenizer = tiny.word_tokenizer(WORDS, chat=kind != "padded")
         tiny.save_reward_dir(tmp_path, tokenizer, pad_token_id=pad, reward_offset=5.0)
     model = load_reward_model(str(tmp_path), CPU)
-    assert (model.packs, model.causal) == (kind == "packed", not encoder)
+    assert (model.packs, model.causal, model.pairs) == (kind == "packed", not encoder, encoder)
     if not encoder:
         model.max_length = 8
     conversations = [("one", "two </s>"), ("one two", "three"), ("one two", "five four " * 9 + "three")]
     found = model(conversations).tolist()
     peer = T.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     for pair, score in zip(conversations, found, strict=True):
-        (ids,) = conversation_ids(model.tokenizer, [pair])
-        ids = [*ids[:encoder], *ids[encoder:][encoder - 8 :]]
+        inputs = {"input_ids": conversation_ids(model.tokenizer, [pair])[0]}
+        if encoder:
+            inputs = model.tokenizer(pair[0], pair[1].replace("</s>", "unknown"))
+            assert ("token_type_ids" in inputs) == model.has_types == (kind == "Bert")
+        cut = {k: torch.tensor([[*x[:encoder], *x[encoder:][encoder - 8 :]]]) for k, x in inputs.items()}
         with torch.no_grad():
-            alone = peer(torch.tensor([ids])).logits.item()
+            alone = peer(**cut).logits.item()
         assert score == pytest.approx(alone - (0.0 if encoder else 5.0), abs=1e-5)
     assert max(found) - min(found) > 1e-3
 

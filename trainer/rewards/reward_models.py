@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dataset.chat_template import around, conversation_ids
+from dataset.chat_template import around, conversation_ids, pair_ids, pair_layout
 from dataset.formats import Answered, to_messages
 from errors import InputError
 from model.loading import (
@@ -62,6 +62,7 @@ class RewardModel(ABC):
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
     in_step: InStep | None = None  # where the model is sharded
+    pairs: bool = field(init=False, default=False)  # whether it reads prompt and response as two texts
     root: nn.Module = field(init=False)  # what is sharded, of a classifier
 
     @abstractmethod
@@ -95,6 +96,10 @@ class ClassifierRewardModel(RewardModel):
         self.causal = isinstance(getattr(model, "score", None), nn.Linear) and backbone is not model
         self.packs = self.causal and pack_sequences(backbone)
         self.root = backbone if self.packs else model
+        self.pairs = not self.causal and self.tokenizer.chat_template is None and self.tokenizer.is_fast
+        # RoBERTa has one type of tokens, DeBERTa v3 has none.
+        types = "token_type_ids" in self.tokenizer.model_input_names
+        self.has_types = self.pairs and types and getattr(config, "type_vocab_size", 0) > 1
         self.max_length = most_positions(config)
         for name, module in model.named_modules():  # RoBERTa's positions begin behind that of its pad token
             first = getattr(module, "padding_idx", None)
@@ -109,13 +114,20 @@ class ClassifierRewardModel(RewardModel):
         its beginning, but not what the tokenizer puts before any text: the score is read at the end, or at
         that token (BERT). A sharded model needs all processes."""
         with self.in_step.world.all_or_none() if self.in_step else nullcontext():
-            ids = conversation_ids(self.tokenizer, conversations)
-            kept = len(around(self.tokenizer)[0])
-            ids = [x[:kept] + x[kept:][kept - self.max_length :] for x in ids]
+            if self.pairs:
+                ids, types = pair_ids(self.tokenizer, conversations)
+                kept = next(
+                    len(before) * (number is None) for number, before, _ in pair_layout(self.tokenizer)
+                )
+            else:
+                ids = types = conversation_ids(self.tokenizer, conversations)
+                kept = len(around(self.tokenizer)[0])
+            ids, types = ([x[:kept] + x[kept:][kept - self.max_length :] for x in y] for y in (ids, types))
         scores = torch.empty(len(ids))
 
         def score_some(rows):
-            scores[rows] = self._score([ids[row] for row in rows] or [[0]]).cpu()
+            some = ([x[row] for row in rows] or [[0]] for x in (ids, types))
+            scores[rows] = self._score(*some).cpu()
 
         each_micro_batch(
             lengths=[len(x) for x in ids],
@@ -127,16 +139,17 @@ class ClassifierRewardModel(RewardModel):
         )
         return scores - self.offset
 
-    def _score(self, ids):
-        """Lists of ids -> their scores, fp32 on the device."""
+    def _score(self, ids, types):
+        """Lists of ids and of token types -> their scores, fp32 on the device."""
         if self.packs:
             return score_packed(self.model, ids, self.dtype)[0]
         tokens, lengths = pad_right(ids, self.model.device)
         real = length_mask(lengths, tokens.shape[1])
         tokens = tokens.masked_fill(~real, self.pad_id or 0)
+        more = {"token_type_ids": pad_right(types, self.model.device)[0]} if self.has_types else {}
         with autocast(tokens.device, self.dtype):
             # The model finds the last token by looking for its pad token.
-            return self.model(tokens, attention_mask=real.long()).logits.squeeze(-1).float()
+            return self.model(tokens, attention_mask=real.long(), **more).logits.squeeze(-1).float()
 
 
 def score_packed(

@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 
 from dataset.answers import as_number, final_number
+from model.loading import TAGS
 
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FORMAT = re.compile(r"<think>\n.*?\n</think>\n{1,2}<answer>\n.*?\n</answer>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 REPEATED = re.compile(r"\w+|[^\w\s]")  # words and punctuation marks, of which trigrams are made
