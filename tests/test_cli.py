@@ -51,6 +51,8 @@ def bad(tmp_path_factory):
     broken.save_pretrained(folder / "nan")
     tiny.word_tokenizer(tiny.WORDS, chat=True).save_pretrained(folder / "nan")
     tiny.word_tokenizer("abcdefghijklmnopqrstuvwxyz", chat=True).save_pretrained(paths["big"])
+    tiny.save_policy_dir(folder / "adapted", tiny.word_tokenizer(tiny.WORDS), layers=2)
+    (folder / "adapted" / "adapter_config.json").touch()
     paths["fn.py"].write_text("def f(prompts, responses, answers):\n    return [1.0]\n")
     return str(folder)
 
@@ -75,6 +77,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("a run name that is a path", {"run_name": "../x"}, "--run_name ../x"),
     ("a run name that is a path on Windows", {"run_name": r"..\x"}, r"--run_name ..\x"),
     ("beyond the positions", {"max_gen_len": 1000}, "--max_gen_len 1000"),
+    ("an adapter", {"model": "{}/adapted"}, "adapted: a LoRA adapter lies beside the model; python export.py"),
     ("warm-up as long as the run", {"critic_warmup_steps": 2}, "--critic_warmup_steps 2"),
     ("critic from none", FROM_NONE, "--critic_init"),
     ("no such GPU", {"device": "cuda:7"}, "--device cuda:7"),

@@ -328,6 +328,10 @@ FOLDERS = {  # what the line says: how to make such a folder
     "its weights lack": lambda folder: save(folder, tiny_llama(num_hidden_layers=1), of=tiny_llama().config),
     "its config.json describes": lambda folder: save(folder, tiny_llama(), of=WIDER.config),
     "--trust_remote_code": lambda folder: save(folder, None, model_type="own", auto_map=AUTO_MAP),
+    "its weights are quantized": lambda folder: save(
+        folder, None, model_type="llama", quantization_config={"quant_method": "fp8"}
+    ),
+    "it holds a LoRA adapter only": lambda folder: (folder.mkdir(), (folder / "adapter_config.json").touch()),
 }
 
 
@@ -335,6 +339,15 @@ def test_weights_that_the_config_does_not_have_are_named(tmp_path):
     save(tmp_path / "more", tiny_llama(attention_bias=True), of=tiny_llama().config)
     with pytest.warns(UserWarning, match=r"config.json has no place .* model\.layers\.0\.self_attn\.k_"):
         load_policy(tmp_path / "more")
+
+
+def test_a_lone_pth_of_another_vocabulary_says_that_it_is_taken_for_a_minimind(tmp_path, recwarn):
+    for vocab, warned in ((160, True), (6400, False)):
+        torch.save(tiny_llama(vocab).state_dict(), tmp_path / f"{vocab}.pth")
+        load_policy(tmp_path / f"{vocab}.pth")
+        said = [str(w.message) for w in recwarn if "taken for a MiniMind with 8 heads" in str(w.message)]
+        assert [f"{vocab}/config.json" in line for line in said] == [True] * warned
+        recwarn.clear()
 
 
 def test_a_head_of_its_own_stays_one_whatever_the_config_says(tmp_path):
