@@ -30,6 +30,8 @@ REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other pla
 Config = dict[str, Any]  # what config.json has
 BY_DATA = ("critic_warmup_steps", "reasoning")  # flags that the prompts choose where they are not given
 CHOSEN = "missing_eos_penalty"  # the flag that a run chooses when it begins, where it is not given
+WRITTEN = ["metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "summary.md", "report.html", "curves.png"]
+WRITTEN += ["best.json", "best.pth", "ema.pth"]
 
 
 # ------------------------------------------------------------------------------------------ the run folder
@@ -126,7 +128,8 @@ def write_config(run: Run, folder: RunFolder) -> None:
     """Write the run folder's ``config.json``: every flag, and what else influences the result.
 
     If there is one already, compare the two first: InputError if it belongs to another run; differences that
-    are allowed are added to the folder's notes.
+    are allowed are added to the folder's notes. InputError too if the run has lost its checkpoints, or if
+    there is none and files of other programs would be replaced.
     """
     config = {
         **vars(run.args),
@@ -144,6 +147,7 @@ def write_config(run: Run, folder: RunFolder) -> None:
         "facts": run.facts(),
         "resume_command": resume_command(run.args.argv, run.script, folder.path),
         "run_id": secrets.token_hex(8),  # for trackers
+        "saved": folder.checkpoint is not None,  # whether it has ever had a checkpoint (loop.py)
     }
     held = folder.path / "config.json"
     if folder.checkpoint or held.exists():  # it is there too if the run was killed before its first one
@@ -153,6 +157,13 @@ def write_config(run: Run, folder: RunFolder) -> None:
                 config[CHOSEN] = old.get(CHOSEN)
             folder.notes += check_same_run(old, config, run.args.declared)
             config["run_id"] = old["run_id"]
+        if old.get("saved") and not folder.checkpoint:
+            raise InputError(
+                f"--resume: {folder.path} has lost its checkpoints, and to begin again would erase its logs; "
+                "give another --run_name, or remove the folder"
+            )
+    elif others := [name for name in WRITTEN if (folder.path / name).exists()]:
+        raise InputError(f"{folder.path / others[0]}: is of no run; give another --run_name")
     folder.config = config
     folder.write_config()
 
