@@ -17,7 +17,7 @@ from errors import InputError
 from model.loading import embeddings
 from model.lora import describe as describe_adapters
 from model.weights import short_hash, weights_hash
-from trainer.rewards.reward_function import code_hash
+from trainer.rewards.reward_function import code_hash, fields_read
 from trainer.runs.base import Run
 
 if TYPE_CHECKING:  # it has these functions as methods
@@ -113,8 +113,8 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, eos: Iterable[int]) -> tuple[st
 
 def fingerprints(run: "PpoRun") -> dict[str, str]:
     """{flag: a hash of what it names}: the weights that the run starts from, its reward models, the texts
-    and tokens of its prompts, the code of its reward function. Call it before frozen weights are
-    rounded."""
+    and tokens of its prompts, the code of its reward function; {"data_path <field>": a hash of the field of
+    the records, which that function reads}. Call it before frozen weights are rounded."""
     found = {
         "model": short_hash([weights_hash(run.ref), run.endings.eos]),
         "tokenizer": short_hash(sorted(run.tokenizer.get_vocab().items())),
@@ -137,6 +137,8 @@ def fingerprints(run: "PpoRun") -> dict[str, str]:
         )
     if reward_models:
         found["reward_model"] = short_hash(reward_models)
-    if run.args.reward_fn:
+    if run.reward.function:
         found["reward_fn"] = code_hash(run.args.reward_fn)
+        fields = fields_read(run.reward.function, run.data.columns)
+        found |= {f"data_path {field}": text for field, text in run.data.field_hashes(fields).items()}
     return found
