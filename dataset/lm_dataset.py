@@ -132,6 +132,7 @@ class RecordDataset(Dataset[Item], ABC):
         """Take off the items from ``place`` on -> a dataset of these."""
         rest = copy(self)
         rest._kept = self._kept[place:]
+        rest.dropped = 0  # those that were count once
         self._kept = self._kept[:place]
         return rest
 

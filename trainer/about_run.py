@@ -36,7 +36,7 @@ def describe_run(run: "PpoRun") -> str:
     args = run.args
     data = f"{'answers' if args.offline_data_path else 'prompts'}  {run.data.describe()}"
     if run.held_out:
-        data += f", {len(run.held_out)} prompts held out"
+        data += f"\nheld out {(run.held_out_pairs or run.held_out).describe()} {run.display.tested}"
     adapters = describe_adapters(run.actor)
     parts = [name for name in run.reward.names if not name.startswith("score")]
     lines = [

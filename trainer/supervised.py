@@ -164,7 +164,7 @@ class SupervisedRun(Run):
             f"data     {args.data_path}: {self.data.describe()}",
         ]
         if self.held_out:
-            lines[-1] += f", {len(self.held_out)} held out"
+            lines.append(f"held out {self.held_out.describe()}")
         lines += describe_texts(args, (self.data, self.held_out))
         return "\n".join(filter(None, [*lines, self.note]))
 

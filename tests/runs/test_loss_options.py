@@ -111,7 +111,7 @@ def says_what_it_is(run, said):
     assert "The chosen_preferred" in text and "on 7 held-out pairs" in text
     assert "can be chance" in text or "rose" in text
     assert "score" not in text.split("Health")[0]
-    assert "the scores of" in said and "answers  100, 7 prompts held out" in said
+    assert "the scores of" in said and "answers  100\nheld out 7 pairs\n" in said
     assert "4 steps of 16 logged answers, 1 x cpu" in said
     assert (run / "report.html").is_file()
 
