@@ -202,8 +202,8 @@ def check_same_run(old: Config, new: Config, flags: dict[str, Any]) -> list[str]
             notes.append(f"note: the code of --reward_fn {new[name]} has changed since the run began")
         elif was != now:
             raise InputError(
-                f"--{name} {new[name]} does not hold what the run began with ({field or 'fingerprint'} {was}, "
-                f"now {now}); name the original"
+                f"--{name} {new[name]} does not hold what the run began with "
+                f"({field or 'fingerprint'} {was}, now {now}); name the original"
             )
     if chosen:
         raise InputError(chosen)
