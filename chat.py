@@ -179,6 +179,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.manual_seed(args.seed)
         speaker.answer(args.prompt)
         return
+    if sys.stdin is None:
+        return
     interactive = sys.stdin.isatty()
     if interactive:
         say("/clear forgets the conversation (--history), Ctrl-C stops an answer, /exit leaves")

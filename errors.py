@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from types import TracebackType
 
 
 class InputError(ValueError):
@@ -27,11 +28,20 @@ def first_line(error: BaseException) -> str:
     return said.splitlines()[0]
 
 
+def say_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ctrl-C outside of ``run_script``, while a script imports: one line as well."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 def run_script(main: Callable[[], object]) -> None:
     """Call ``main()``. On ``InputError`` print its one line to stderr and exit with code 2; on a GPU's
     out-of-memory error or a full disk under the output exit with code 1, on Ctrl-C with 130, without a word
     with 141 where the reader of the output has ended (``| head``). A character that the output cannot show is
     printed as a question mark."""
+    sys.excepthook = say_interrupted
     if sys.stdout is None:  # it is closed
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # stderr never fails on a character

@@ -115,7 +115,7 @@ def to_demonstration(record: Record) -> tuple[Asked | None, str]:
             "the answer is a list, not one text to learn; write one answer in each line, or name the key "
             "with --answer_key to learn the list as JSON"
         )
-    if answer is not None:
+    if answer and answer.strip():
         return prompt, answer
     if isinstance(prompt, str) and prompt == record.get("text") and not is_transcript(prompt):
         return None, prompt
@@ -130,6 +130,7 @@ def to_pair(record: Record) -> tuple[list[Answered], float]:
     chosen answer is, 0 if the record does not say. Raises InputError."""
     prompt, _ = split(_asked(record) or "")
     sides = [_side(record, which, prompt) for which in ("chosen", "rejected")]
+    sides = [(add_system(asked, _system(record)), said) for asked, said in sides]
     return sides, _number("margin", record.get("margin", 0.0))
 
 
@@ -164,7 +165,17 @@ def _asked(record: Record) -> Any:
     if asked is None and {"instruction", "output"} <= record.keys():
         texts = [str(record.get(name) or "") for name in ("instruction", "input")]
         asked = "\n\n".join(filter(str.strip, texts))
+        history = record.get("history")
+        if history and isinstance(history, list):  # LLaMA-Factory's: [[question, answer], …]
+            earlier = [said for pair in history for said in (pair if isinstance(pair, list) else [pair])]
+            asked = [{"content": said} for said in (*earlier, asked)]
     return record.get("text") if asked is None else asked
+
+
+def _system(record: Record) -> str:
+    """The system message beside a conversation, as in LLaMA-Factory's files, or ''."""
+    system = record.get("system")
+    return system.strip() if isinstance(system, str) else ""
 
 
 def is_pair(record: Record) -> bool:
@@ -203,11 +214,11 @@ def _prompt_and_answer(record: Record) -> Parted:
             prompt, answer = asked, None  # it may end with the beginning of its answer
         if (answer or "").strip() in PLACEHOLDERS:
             answer = None
-    if said is not None:
+    if said is not None and not (answer and said == ""):  # an empty column beside whole conversations
         prompt, answer = _answered(prompt, said)
     if not prompt:
         raise InputError("the prompt is empty; fill it in or delete the line")
-    return prompt, answer
+    return add_system(prompt, _system(record)), answer
 
 
 def _side(record: Record, which: str, prompt: Asked) -> Answered:
@@ -261,14 +272,15 @@ def _number(name: str, value: Any) -> float:
 
 
 def as_messages(turns: Any) -> Messages:
-    """A list of turns, {"role", "content"} or {"from", "value"}, -> messages without the turns of tools;
-    missing roles alternate user, assistant. A content is text, or OpenAI's list of text parts. Raises
-    InputError."""
-    messages = []
+    """A list of turns, {"role", "content"} or {"from", "value"}, -> messages without the turns of tools. A
+    turn without a role is the user's, behind one of the user's the assistant's. A content is text, or
+    OpenAI's list of text parts. Raises InputError."""
+    messages: Messages = []
     for i, turn in enumerate(turns if isinstance(turns, list) else []):
         turn = turn if isinstance(turn, dict) else {}
-        role: Any = turn.get("role", turn.get("from", ("user", "assistant")[i % 2]))
-        if role in TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
+        after_user = messages and messages[-1]["role"] == "user"
+        role: Any = turn.get("role", turn.get("from", "assistant" if after_user else "user"))
+        if _is_of_tool(turn):
             continue
         content = turn.get("content", turn.get("value"))
         parts = content if isinstance(content, list) else [{"text": content}]
@@ -288,6 +300,18 @@ def as_messages(turns: Any) -> Messages:
             "tools"
         )
     return messages
+
+
+def _is_of_tool(turn: Record) -> bool:
+    """Does the turn call a tool or hold its result?"""
+    role = turn.get("role", turn.get("from"))
+    return role in TOOL_ROLES or bool(turn.get("tool_calls") or turn.get("function_call"))
+
+
+def has_tools(record: Record) -> bool:
+    """Are there tools or turns of tools, which are left out?"""
+    turns = _first(record, ("messages", "conversations", "prompt"))
+    return "tools" in record or (_is_turns(turns) and any(map(_is_of_tool, turns)))
 
 
 def is_transcript(prompt: Asked) -> bool:

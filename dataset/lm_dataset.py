@@ -29,6 +29,7 @@ from dataset.formats import (
     Keys,
     Record,
     add_system,
+    has_tools,
     is_pair,
     named,
     to_demonstration,
@@ -53,7 +54,8 @@ class RecordDataset(Dataset[Item], ABC):
     """The base of all datasets here: items by number, made from records. Raises InputError for a bad file, a
     bad record among those read, or if all of these are too long. ``read``, ``dropped``: how many items were
     read at the start, and how many of these were too long; ``longest``: upper limit of an item's tokens;
-    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read."""
+    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read;
+    ``tools``: whether one has tools."""
 
     path: str | Path
     tokenizer: PreTrainedTokenizerBase
@@ -67,6 +69,7 @@ class RecordDataset(Dataset[Item], ABC):
     def __post_init__(self) -> None:
         self.records = open_records(self.path)
         self.columns: dict[str, None] = {}
+        self.tools = False
         with located(self.records, 0):
             first = named(self.records[0], self.keys)
         self.pairs = is_pair(first) or "score" not in first  # and not rated answers
@@ -111,6 +114,7 @@ class RecordDataset(Dataset[Item], ABC):
         with located(self.records, number):
             record = self.records[number]
             self.columns |= dict.fromkeys(record)
+            self.tools |= has_tools(record)
             return self.item(i, record)
 
     def ids(self, text: str, opening: bool = True) -> Ids:

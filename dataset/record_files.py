@@ -92,8 +92,8 @@ class TableRecords:
         return len(self._table)
 
     def __getitem__(self, i: int) -> Record:
-        # If only some records have a key, the others have None in that column.
-        return {name: value for name, value in self._table[i].items() if value is not None}
+        # If only some records have a key, the others have None or NaN in that column.
+        return {name: value for name, value in self._table[i].items() if value is not None and value == value}
 
 
 Records = LineRecords | TableRecords
@@ -136,7 +136,8 @@ def parse_json(raw: bytes) -> Any:
     """Bytes of JSON text -> the value. Raises InputError."""
     with as_input_error("not JSON in UTF-8; one object a line is needed"):
         text = raw.decode("utf-8-sig")
-        value = json.loads(text)
+        # NaN, which pandas writes for an empty cell, counts as null.
+        value = json.loads(text, parse_constant=lambda name: None)
         if "\\ud" in text.lower():  # JSON can escape half a surrogate pair, which no text can be encoded with
             json.dumps(value, ensure_ascii=False).encode()
     return value

@@ -29,6 +29,17 @@ TOKENIZER_FILES = [
     "vocab.json",
     "vocab.txt",
 ]
+# Of a generation config. Others (a repetition penalty, beams, forced tokens) change greedy answers, and were
+# not there in training.
+KEPT = ["bos_token_id", "eos_token_id", "pad_token_id", "stop_strings", "max_length", "max_new_tokens"]
+KEPT += ["do_sample", "temperature", "top_k", "top_p", "min_p"]
+# {what transformers 4 reads in a config: the name in transformers 5, there or in rope_parameters}
+OLD_NAMES = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+OLD_NAMES |= {"rotary_pct": "partial_rotary_factor"}  # GPT-NeoX
+OLD_NAMES |= {"num_experts": "num_local_experts"}  # Qwen3-MoE
+# {what transformers 5 writes in a tokenizer_config.json: what transformers 4 reads there}. 5 reads it too.
+OLD_TEXTS = {'"TokenizersBackend"': '"PreTrainedTokenizerFast"'}
+OLD_TEXTS |= {'"extra_special_tokens": [': '"additional_special_tokens": ['}
 
 
 def save_policy(
@@ -106,23 +117,30 @@ def _whole_files(target: Path, last: Path) -> Iterator[Path]:
 def _write_settings(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **fields: object
 ) -> None:
-    """Write the config, generation config and tokenizer, so that transformers 4 reads them right too. It
-    takes the rotary base from ``rope_theta``, and other kinds of rotary positions from ``rope_scaling``;
-    without these it silently takes 10000 and no scaling. It does not know the class of tokenizers that
-    transformers 5 writes. fields: more entries of the config."""
+    """Write the config, generation config and tokenizer, so that transformers 4 reads them right too: under
+    its names, without which it silently takes its defaults. fields: more entries of the config."""
     config = json.loads(model.config.to_json_string()) | fields
     rope = config.get("rope_parameters") or {}
-    if "rope_theta" in rope:  # not where every kind of layer has its own
-        config["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            config["rope_scaling"] = {name: x for name, x in rope.items() if name != "rope_theta"}
+    known = config | rope
+    config |= {old: known[new] for old, new in OLD_NAMES.items() if new in known}
+    # Where every kind of layer has its own positions, there is no rope_type.
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = {name: x for name, x in rope.items() if name not in OLD_NAMES}
     if model.can_generate():
-        model.generation_config.to_json_file(folder / "generation_config.json")
+        known = model.generation_config.to_diff_dict()
+        kept = {name: known[name] for name in KEPT if name in known}
+        _write_json(folder / "generation_config.json", kept)
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
     written = settings.read_text("utf-8")
-    settings.write_text(written.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), "utf-8")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    for new, old in OLD_TEXTS.items():
+        written = written.replace(new, old)
+    settings.write_text(written, "utf-8")
+    _write_json(folder / "config.json", config)
+
+
+def _write_json(file: Path, content: dict[str, object]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def state_dict_in(dtype: torch.dtype, model: PreTrainedModel, path: Path, keep: bool = True) -> State:

@@ -117,6 +117,12 @@ def test_one_prompt_from_any_folder(out, tmp_path):
     assert all("cut after 12 tokens" in line for line in cut)
 
 
+def test_a_closed_input_has_nothing_to_answer(out, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    chat.main(["--model", str(out / "ppo_actor_32.pth"), "--device", "cpu"])
+    assert capsys.readouterr().out == ""
+
+
 def test_prompts_from_a_pipe_are_answered_each_on_its_own(out):
     path = out / "ppo_actor_32.pth"
     process = start("--model", path, "--max_gen_len", 4)

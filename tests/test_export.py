@@ -92,13 +92,14 @@ def test_it_ends_at_stop_strings_and_at_the_tokenizers_eos_too(tmp_path, monkeyp
     model = load_policy(DEMO)
     model.generation_config.stop_strings = ["answer"]
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = [4, 3], None
-    model.generation_config.temperature = 0.5
+    model.generation_config.temperature, model.generation_config.repetition_penalty = 0.5, 9.0
     save_policy(model, load_tokenizer(DEMO), tmp_path / "stops.pth")
     run(tmp_path / "stops.pth", tmp_path / "exported")
     settings = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
     pad = load_tokenizer(DEMO).pad_token_id
     assert (settings["eos_token_id"], settings["pad_token_id"]) == ([2, 3, 4], pad)
     assert settings["temperature"] == 0.5
+    assert "repetition_penalty" not in settings  # training and chat.py have none
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     exec(code_of(tmp_path / "exported", "What is 2 plus 3?"), {})

@@ -33,6 +33,8 @@ FLAGS = PARSER.flags
         (["--cuont", "3"], "--cuont: no such flag; did you mean --count? --help all lists all flags"),
         (["--elephant"], "--elephant: no such flag; --help all lists all flags"),
         (["--cou", "3"], "--cou: no such flag; did you mean --count? --help all lists all flags"),
+        (["--file", ""], "--file: its value is empty; give one, or leave the flag out"),
+        (["--file="], "--file: its value is empty; give one, or leave the flag out"),
         (["3"], "3: not expected here; flags begin with --, --help all lists them"),
     ],
 )
@@ -43,6 +45,9 @@ def test_a_wrong_flag_is_one_line(argv, line):
     p.add("--rate", 0.5, "another", above=0, at_most=1)
     p.add("--size", 3, "how many")
     p.add("--weight", 0.5, "how much")
+    p.add("--file", path, "one")
+    p.add("--stop", [], "some", nargs="*")
+    assert p.parse_args(["--stop", "a", "b", "--stop", "c"]).stop == ["a", "b", "c"]
     assert refused("", p.parse_args, argv) == line
 
 
@@ -118,7 +123,7 @@ def off(name):
 def line_of(**values):
     """The error line of these flags, "" if there is none."""
     try:
-        PARSER.parse_args([f"--{name}={value}" for name, value in values.items()])
+        PARSER.parse_args([f"--{name}={value}" for name, value in values.items() if value != ""])
     except InputError as error:
         return str(error)
     return ""
@@ -157,7 +162,8 @@ def test_a_flag_that_is_of_no_use_alone_names_what_it_needs(name, value, needed)
     assert line_of(**{name: value, needed: asking(needed)}) == ""
     p = train_ppo.flag_parser()
     p.set_defaults(**{name: value})  # an edited default
-    refused(f"--{name} {value}: is of use only with --{needed}", p.parse_args, [f"--{needed}={off(needed)}"])
+    argv = [] if off(needed) == "" else [f"--{needed}={off(needed)}"]
+    refused(f"--{name} {value}: is of use only with --{needed}", p.parse_args, argv)
 
 
 OFFLINE = """data_path thinking_ratio thinking_reward reward_model reward_fn reward_url overlong_buffer

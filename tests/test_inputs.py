@@ -143,6 +143,13 @@ def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(given, steps, war
     assert args.critic_warmup_steps == warmup
     args.critic_warmup_steps = steps
     refused(f"--critic_warmup_steps {steps}: the run has only", choose_warmup, args, steps)
+    args.critic_warmup_steps = warmup
+    args.lr_warmup_steps = steps - warmup
+    choose_warmup(args, steps)
+    args.lr_warmup_steps += 1
+    refused(
+        f"--lr_warmup_steps .*: the actor trains in only {steps - warmup} steps", choose_warmup, args, steps
+    )
 
 
 def test_steps_are_of_all_processes_and_epochs():

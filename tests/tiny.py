@@ -103,8 +103,8 @@ def write_jsonl(path, records):
 
 
 def flags(**values):
-    """{"batch_size": 8} -> ["--batch_size", "8"]."""
-    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    """{"batch_size": 8, "model": ""} -> ["--batch_size", "8"]: what is "" is left out."""
+    return [text for name, value in values.items() if value != "" for text in (f"--{name}", str(value))]
 
 
 def train(**values):

@@ -61,7 +61,7 @@ def describe_run(run: "PpoRun") -> str:
 
 def describe_texts(args: Namespace, datasets: Iterable[object]) -> list[str]:
     """Lines on how the texts of these datasets, or None, were read, for runs of all stages."""
-    paths = {data.path for data in datasets if isinstance(data, RecordDataset) and "tools" in data.columns}
+    paths = {data.path for data in datasets if isinstance(data, RecordDataset) and data.tools}
     lines = [
         f"note     {path}: tools are ignored: turns that call one or hold its result are left out"
         for path in sorted(paths)

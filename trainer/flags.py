@@ -154,6 +154,8 @@ class FlagParser(argparse.ArgumentParser):
             options |= {"type": kind, "default": default}
             if default not in ("", None, []):
                 help += f" [{default}]".replace("%", "%%")
+            if options.get("nargs") == "*":
+                options["action"] = "extend"  # --stop a --stop b
             if name.startswith("--") and "choices" not in options:
                 options["metavar"] = {int: "N", float: "X", path: "PATH"}.get(kind, "TEXT")
         if kind is path:
@@ -173,8 +175,11 @@ class FlagParser(argparse.ArgumentParser):
             raise InputError(self._unknown(unknown[0]))
         args.argv = list(sys.argv[1:] if argv is None else argv)
         args.declared = self.flags
+        given = {word.partition("=")[0] for word in args.argv}
         for name, flag in self.flags.items():
             value = getattr(args, name)
+            if value == "" and flag.kind is path and f"--{name}" in given:
+                raise InputError(f"--{name}: its value is empty; give one, or leave the flag out")
             if isinstance(value, list) and flag.default != []:  # argparse makes a list of --flag=--
                 raise InputError(f"--{name}: has no value; --help all lists all flags")
             if isinstance(value, int | float) and (rule := flag.problem(value)):

@@ -33,7 +33,7 @@ from model.loading import (
     quiet,
     tokenizer_source,
 )
-from trainer.compute.scoring import PolicyScorer
+from trainer.compute.scoring import PolicyScorer, short_windows
 from trainer.default_rates import suited_rate
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import Sampler
@@ -159,7 +159,7 @@ def fill_paths(args: Flags) -> None:
 
 def choose_warmup(args: Flags, steps: int) -> None:
     """Choose --critic_warmup_steps where it is not given. Raises InputError if it takes all ``steps`` of the
-    run."""
+    run, or --lr_warmup_steps more than are left to the actor."""
     if args.critic_warmup_steps is None:
         most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
         args.critic_warmup_steps = min(CRITIC_WARMUP_STEPS, most)
@@ -167,6 +167,11 @@ def choose_warmup(args: Flags, steps: int) -> None:
         raise InputError(
             f"--critic_warmup_steps {args.critic_warmup_steps}: the run has only {steps} steps, so the actor "
             "would never train; lower it, or train longer with --epochs or --max_steps"
+        )
+    if args.lr_warmup_steps > (left := steps - args.critic_warmup_steps):
+        raise InputError(
+            f"--lr_warmup_steps {args.lr_warmup_steps}: the actor trains in only {left} steps, so its rate "
+            "would never reach its peak; lower it, or train longer with --epochs or --max_steps"
         )
 
 
@@ -290,7 +295,7 @@ def check_sampling(policy: PreTrainedModel) -> None:
     rows = embeddings(policy)
     prompts = [[i % rows for i in range(1, length)] for length in (10, 4, 7)]
     what = f"models of type {kind} are not supported: the sampler's KV cache does not work with them"
-    with quiet(), warnings.catch_warnings(action="ignore"), as_input_error(what):
+    with quiet(), warnings.catch_warnings(action="ignore"), as_input_error(what), short_windows(policy):
         rollout = Sampler(policy, slots=2).sample(prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0)
         scored = PolicyScorer(policy)(rollout.tokens, rollout.layout)[0]
     gap = (scored - rollout.sampler_logprobs).abs().max().item()

@@ -15,6 +15,7 @@ def parts(*texts):
     return [{"type": "text", "text": text} for text in texts]
 
 
+S = {"role": "system", "content": "short"}
 U = user("hi")
 A = assistant("5")
 AND = user("and?")
@@ -62,6 +63,24 @@ FORMS = {  # name: (record, prompt, answer), beside the examples of docs/data.md
     "hh ending with a question": ({"text": TALK}, ASKED, None),
     "hh with the beginning of the answer": ({"prompt": f"{ASKED} So", "answer": " 5"}, f"{ASKED} So", " 5"),
     "alpaca with no input key": ({"instruction": "hi", "output": "5"}, "hi", "5"),
+    "alpaca of llama-factory": (
+        {"instruction": "and?", "output": "5", "system": " short ", "history": [["hi", "1"]]},
+        [S, U, *MORE[:2]],
+        "5",
+    ),
+    "alpaca with empty columns": (
+        {"instruction": "hi", "output": "5", "system": "", "history": []},
+        "hi",
+        "5",
+    ),
+    "sharegpt's system": ({"conversations": [HUMAN, GPT], "system": "short"}, [S, U], "5"),
+    "two system messages": ({"messages": [S, U, A], "system": "long"}, [S, U], "5"),
+    "a system message before turns without roles": (
+        {"messages": [S, {"content": "hi"}, {"content": "5"}]},
+        [S, U],
+        "5",
+    ),
+    "an empty column beside a conversation": ({"messages": [U, A], "output": ""}, [U], "5"),
 }
 
 
@@ -96,13 +115,21 @@ def test_several_accepted_answers_are_one_to_compare_with_and_none_to_learn():
     assert read(to_demonstration, record, Keys(answer="answer")) == ("hi", '["5", "ü"]')
 
 
+def test_tools_are_noticed_wherever_they_are():
+    for turns in (CALLS, FUNCTION, [U, {"role": "tool", "content": "2"}, A]):
+        assert formats.has_tools({"messages": turns}) and formats.has_tools({"prompt": turns})
+    assert formats.has_tools({"conversations": OBSERVED}) and formats.has_tools(
+        {"prompt": "hi", "tools": "[]"}
+    )
+    assert not formats.has_tools({"messages": [U, A]}) and not formats.has_tools({"prompt": "tool"})
+
+
 SOLUTIONS = {
     "6*12 = <<6*12=72>>72\n#### 72": "72",
     "so\n#### 1,240": "1240",
     "so\n#### $-2.50\n": "-2.50",
     "#### 1. Data\n#### 2. Tools": "#### 1. Data\n#### 2. Tools",  # headings
     "#### 72 eggs": "#### 72 eggs",
-    "": None,
 }
 
 
@@ -133,7 +160,6 @@ def test_an_answer_that_a_response_can_equal_is_a_number_or_a_few_words():
     assert [comparable(text) for text in SHORT + LONG] == [True] * len(SHORT) + [False] * len(LONG)
 
 
-S = {"role": "system", "content": "short"}
 WHOLE = [U, *MORE]
 BEGUN = {"prompt": [A, U], "chosen": [A, U, A], "rejected": [A, U, assistant("6")]}
 PAIRS = {  # name: (record, prompt, chosen, rejected)
@@ -143,6 +169,12 @@ PAIRS = {  # name: (record, prompt, chosen, rejected)
     "sharegpt": ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT | {"value": "6"}}, [U], "5", "6"),
     "a prompt with blanks": ({"prompt": "hi ", "chosen": [U, A], "rejected": [U, A]}, [U], "5", "5"),
     "the last question": ({"prompt": "and?", "chosen": WHOLE, "rejected": WHOLE}, WHOLE[:3], "5", "5"),
+    "a system message beside it": (
+        {"prompt": [U], "system": "short", "chosen": [A], "rejected": [assistant("6")]},
+        [S, U],
+        "5",
+        "6",
+    ),
     "one system message": ({"prompt": [S, U], "chosen": [U, A], "rejected": [S, U, A]}, [S, U], "5", "5"),
     "hh": ({"chosen": SAID, "rejected": f"{ASKED} 6"}, ASKED, "5", "6"),
     "an empty answer": ({"chosen": SAID, "rejected": f"{ASKED} "}, ASKED, "5", ""),
@@ -203,6 +235,7 @@ BAD = [  # (reader, record, what is said[, keys])
     (to_prompt, {"messages": [{"role": 3, "content": "hi"}]}, 'turn 1 .* "role" that is no text'),
     (to_prompt, {"messages": CALLS[1:3]}, "not only of tools"),
     (to_prompt, {"messages": [assistant(None, tool_calls=[])]}, NO_TEXT),
+    (to_demonstration, {"prompt": "hi", "answer": " "}, "no answer to learn from"),
     (to_demonstration, {"messages": CALLS[:2]}, r"no answer to learn from \(a call of a tool is none\)"),
     (to_pair, {"prompt": "hi", "chosen": "5"}, 'no "rejected"; keys found: "prompt", "chosen".*--rejected_k'),
     (to_pair, {"prompt": "", "chosen": "5", "rejected": "6"}, f'"chosen" {SIDE}'),

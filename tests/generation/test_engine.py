@@ -10,10 +10,11 @@ import sys
 import pytest
 import torch
 from test_families import FAMILIES, PADDED, VOCAB, build
-from tiny import ROOT, tiny_llama
+from tiny import ROOT, refused, tiny_llama
 
 from trainer.compute.precision import round_frozen
 from trainer.compute.scoring import PolicyScorer, pack_sequences, score_all
+from trainer.generation import kv_cache
 from trainer.generation.engine import Sampler
 from trainer.generation.kv_cache import KVCache
 from trainer.generation.sampling import noise_keys
@@ -115,8 +116,9 @@ def test_bf16_where_onednn_refuses_it():
     assert 0 < float(done.stdout) < 0.02
 
 
+# every kind of cache and mask
 SAMPLED = ["Llama", "Mistral", "Qwen2, mixed windows", "Qwen3-MoE", "SmolLM3", "Phi-3", "Gemma 3", "GPT-2"]
-SAMPLED += ["GPT-J", "GPT-NeoX", "OPT", "MiniMind 2 MoE", "MiniMind 3"]  # every kind of cache and mask
+SAMPLED += ["GPT-J", "GPT-NeoX", "OPT", "MiniMind 2 MoE", "MiniMind 3", "PhiMoE"]
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -145,6 +147,15 @@ def test_every_family_samples_and_scores_what_transformers_computes(name):
             assert all(len(x) == 10 or end for x, end in zip(rollout.responses(), ends, strict=True))
             assert not any(0 in response[:-1] for response in rollout.responses())
     check_sampling(model)
+
+
+def test_the_check_of_sampling_reaches_a_sliding_window(monkeypatch):
+    """However long it is; here the cache has none."""
+    model = build(FAMILIES["Mistral"]())
+    model.config.sliding_window = 64
+    monkeypatch.setattr(kv_cache, "hidden_places", lambda behind, window: behind < 0)
+    refused("gives other log-probs", check_sampling, model)
+    assert model.config.sliding_window == 64
 
 
 @pytest.mark.parametrize("name", ["Qwen3-MoE", "GPT-2"])

@@ -37,6 +37,7 @@ FAMILIES = {
     "SmolLM3": lambda: T.SmolLM3Config(no_rope_layers=[1, 0], **SIZES),
     "Phi-3": lambda: T.Phi3Config(**SIZES),
     "Phi": lambda: T.PhiConfig(**SIZES),
+    "PhiMoE": lambda: T.PhimoeConfig(num_local_experts=4, sliding_window=10, **SIZES),
     "OLMo 2": lambda: T.Olmo2Config(**SIZES),
     "StableLM": lambda: T.StableLmConfig(**SIZES),
     "Gemma": lambda: T.GemmaConfig(head_dim=16, **SIZES),
@@ -54,13 +55,13 @@ FAMILIES = {
     "MiniMind 3 MoE": lambda: minimind(3, True),
 }
 
-PADDED = {"StableLM", "GPT-Neo", "Falcon"}  # computed with padding
+PADDED = {"StableLM", "GPT-Neo", "Falcon", "PhiMoE"}  # computed with padding
 if Version(T.__version__) < Version("5.24"):
     PADDED.add("GPT-J")
 # Those on whose way something differs in this program: what is tied, packed or fused, windows, experts, a
 # Conv1D, widths, MiniMind's classes. The others show the same of further classes of transformers.
 FAST = ["Llama", "Mixtral", "Qwen2, mixed windows", "Qwen3-MoE, dense too", "Gemma 3", "GPT-2", "GPT-Neo"]
-FAST += ["OPT-350m", "MiniMind 2 MoE", "MiniMind 3"]
+FAST += ["PhiMoE", "OPT-350m", "MiniMind 2 MoE", "MiniMind 3"]
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in FAST]
 
 MORE, CACHE = "logits are more than", "KV cache"  # why

@@ -131,21 +131,27 @@ def test_one_token_gives_every_expert_a_gradient_and_the_router_one_of_its_logit
 @pytest.mark.parametrize("kind", ["default", "linear"])
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_what_is_saved_is_what_transformers_4_and_5_read(tmp_path, kind, capfd):
-    """transformers 5 reads rope_parameters and warns of nothing; 4 reads rope_theta and rope_scaling (tried
-    by hand with 4.57.1: the same logits). Loading says nothing and leaves the verbosity."""
+    """transformers 5 reads rope_parameters and warns of nothing; 4 reads the names of before (tried by hand
+    with 4.57.1: the same logits). Loading says nothing and leaves the verbosity."""
     more = {"factor": 4.0} if kind != "default" else {}
-    rope = {"rope_type": kind, "rope_theta": 5e5, **more}
+    rope = {"rope_type": kind, "rope_theta": 5e5, "partial_rotary_factor": 1.0, **more}
     model = tiny.tiny_llama(10, rope_parameters=rope)
+    model.config.num_local_experts = 4
     tokenizer = tiny.word_tokenizer(list("abcdefgh"), chat=True)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["a"]})
     save_policy(model, tokenizer, tmp_path / "x.pth")
     save_directory(model, tokenizer, tmp_path / "folder", dtype=torch.float32)
     for folder in (tmp_path / "x", tmp_path / "folder"):
         config = json.loads((folder / "config.json").read_text())
         assert config["rope_parameters"] == rope
         assert config["rope_theta"] == 5e5
+        assert config["partial_rotary_factor"] == config["rotary_pct"] == 1
+        assert config["num_experts"] == 4
         assert config.get("rope_scaling") == ({"rope_type": kind, **more} if more else None)
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert settings["additional_special_tokens"] == ["a"] and "extra_special_tokens" not in settings
+        assert load_tokenizer(folder).extra_special_tokens == ["a"]
     tokens = torch.arange(8)[None]
     capfd.readouterr()
     before = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()

@@ -106,6 +106,12 @@ def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside
         refused("--reward_fn", reward_function.load_reward_function, wrong, ())
     path.write_text("import nowhere_to_be_found\n")
     refused("nowhere_to_be_found", load)
+    path.write_text("f = max\n")
+    refused("the parameters of a compiled function are not known", load)
+    off = "torch.set_grad_enabled(False)\n"
+    path.write_text(f"import torch\n{off}def f(p, r, a):\n    {off}    return [1, 2]\n")
+    assert called(load()) == [1, 2]
+    assert torch.is_grad_enabled()
     path.write_text("def f(p, r, a):\n    return r[9]\n")
     refused(r"IndexError: .* at .*f\.py:2; correct the function", called, load())
 

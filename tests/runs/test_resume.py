@@ -417,6 +417,20 @@ def test_a_script_ends_silently_where_its_reader_has_ended_and_other_broken_pipe
     run_script(lambda: print("x", flush=True))
 
 
+@pytest.mark.parametrize(
+    ("raised", "last"), [("KeyboardInterrupt", "interrupted"), ("OSError(3)", "OSError: 3")]
+)
+def test_ctrl_c_while_a_script_imports_is_one_line(raised, last):
+    """Behind the first ``run_script``, which looks at the flags only."""
+    code = f"from errors import run_script; run_script(int); raise {raised}"
+    done = subprocess.run(
+        [tiny.PYTHON, "-c", code], cwd=tiny.ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode
+    *before, said = done.stderr.splitlines()
+    assert (said, bool(before)) == (last, raised != "KeyboardInterrupt")
+
+
 def test_resume_refuses_what_changes_the_result_and_leaves_the_run_alone(files, half, tmp_path):
     """Flags by their values (test_flags.py), files by what they hold, whatever their path is."""
     run, argv = half

@@ -11,7 +11,8 @@ computed only where a response token is predicted, and never for a whole batch a
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,22 @@ from trainer.compute.sharding import InStep, layers_of
 
 # A model without its head. transformers calls ``base_model`` a Module, which has no config.
 Backbone = Any
+SHORT_WINDOW = 4  # tokens, fewer than the sequences of a check
+
+
+@contextmanager
+def short_windows(model: nn.Module) -> Iterator[None]:
+    """In this block the sliding windows of a model of transformers have ``SHORT_WINDOW`` tokens, so that what
+    is compared reaches them. Some classes have them in their own mask only, which packed rows go without."""
+    places: list[Any] = [model.config, *model.modules()]
+    windows = [(place, place.sliding_window) for place in places if getattr(place, "sliding_window", None)]
+    try:
+        for place, _ in windows:
+            place.sliding_window = SHORT_WINDOW
+        yield
+    finally:
+        for place, window in windows:
+            place.sliding_window = window
 
 
 @torch.no_grad()
@@ -59,7 +76,9 @@ def pack_sequences(backbone: Backbone) -> bool:
             backbone.set_attn_implementation(ATTENTION)
         return states()
 
-    if difference(states, packed, backbone.device):
+    with short_windows(backbone):
+        differ = difference(states, packed, backbone.device)
+    if differ:
         backbone.set_attn_implementation(before)
     if config._attn_implementation != ATTENTION:  # some keep their own and raise no error
         warnings.warn(f"{type(backbone).__name__}: computed with padding, which is slower", stacklevel=2)

@@ -21,6 +21,8 @@ from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 from dataset.formats import keys_found
 from dataset.lm_dataset import Prompt, RecordDataset
 from errors import InputError
@@ -65,7 +67,8 @@ def load_reward_function(
     module.__file__ = os.path.abspath(path)  # the function may change the working directory
     sys.modules[module.__name__] = module  # dataclasses look up their module there
     try:
-        exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
+        with torch.set_grad_enabled(True):  # what the code sets ends with this block
+            exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         raise InputError(f"--reward_fn {path}: importing it failed: {repr(error)[:200]}") from error
     function = getattr(module, name, None)
@@ -91,7 +94,12 @@ def names_of_run(*datasets: RecordDataset | None) -> list[str]:
 def wanted(function: RewardFunction) -> dict[str, Parameter]:
     """What a reward function asks for beyond its first three parameters -> {name: its parameter}. Raises
     InputError unless the first three can be prompts, responses and answers."""
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        raise InputError(
+            "--reward_fn: the parameters of a compiled function are not known; call it in one of your own"
+        ) from None
     names = list(signature.parameters)
     try:
         given = signature.bind_partial("prompts", "responses", "answers").arguments
@@ -157,7 +165,7 @@ def call_reward_function(function: RewardFunction, request: Request, seconds: fl
         (prompts, request.responses, answers, arguments(function, request))
     )
     try:
-        with time_limit(seconds):
+        with time_limit(seconds), torch.set_grad_enabled(True):
             returned = function(prompts, responses, answers, **more)
             return as_scores(returned, request.responses)
     except TimeUp:
