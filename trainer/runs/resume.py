@@ -217,7 +217,7 @@ def resume_command(argv: list[str], script: str, folder: Path) -> str:
     """The command line that goes on with a run on one machine. argv: the flags that it was started with."""
     launcher = [sys.executable]
     if "WORLD_SIZE" in os.environ:
-        launcher = ["torchrun", "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
+        launcher += ["-m", "torch.distributed.run", "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
     resume = ["--resume", str(folder)]
     flags = argv if argv[-2:] == resume else argv + resume  # the last --resume counts
     return quoted([*launcher, ROOT / "trainer" / script, *flags])
