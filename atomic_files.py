@@ -38,6 +38,12 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def check_unused(path: Path) -> None:
+    """Raise InputError if there is something at ``path``, unless it is an empty folder."""
+    if any(path.iterdir()) if path.is_dir() else path.exists():
+        raise InputError(f"{path}: is there, and nothing is overwritten; name a new one or delete it")
+
+
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
     """Turn a failure to write in this block (full disk, no permission) into an ``InputError`` on ``path``."""

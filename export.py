@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from atomic_files import check_unused, write_whole, writing
 from errors import InputError, run_script
 from trainer.flags import FlagParser, Flags
 
@@ -29,8 +30,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Flags:
             f"{args.source} and {args.target}: one has to end in .pth, the other is a directory or hub name"
         )
     for path in (Path(args.target), Path(args.target.removesuffix(".pth"))):
-        if any(path.iterdir()) if path.is_dir() else path.exists():
-            raise InputError(f"{path}: is there, and nothing is overwritten; name a new one or delete it")
+        check_unused(path)
     return args
 
 
@@ -40,7 +40,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from atomic_files import write_whole, writing
 from dataset.chat_template import SYSTEM_PROMPT, TEMPLATE_KWARGS
 from dataset.formats import add_system, to_messages
 from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, quiet, tokenizer_source

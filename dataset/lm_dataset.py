@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -75,11 +76,11 @@ class RecordDataset(Dataset[Item], ABC):
         self.per_record = 2 if self.by_answer and self.pairs else 1  # items
         n = len(self.records) * self.per_record
         whole = n <= READ_WHOLE
-        places = range(n) if whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
+        self._places = range(n) if whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
         digest = hashlib.sha256(f"{n}".encode())
         fitting = {}  # {number of an item: its length}
-        with phase(f"tokens of {self.path}", len(places), "records") as bar:
-            for i in places:
+        with phase(f"tokens of {self.path}", len(self._places), "records") as bar:
+            for i in self._places:
                 item = self.make(i)
                 self.note_item(item)
                 digest.update(json.dumps(item, default=_hashed).encode())
@@ -90,7 +91,7 @@ class RecordDataset(Dataset[Item], ABC):
         if not fitting:
             raise self.too_long()
         self._kept = list(fitting) if whole else range(n)
-        self.read = len(places)
+        self.read = len(self._places)
         self.dropped = self.read - len(fitting)
         self.longest = max(fitting.values()) if whole else self.max_length
         self.fingerprint = digest.hexdigest()[:12]
@@ -135,12 +136,22 @@ class RecordDataset(Dataset[Item], ABC):
         """Take off the items from ``place`` on -> a dataset of these."""
         rest = copy(self)
         rest._kept = self._kept[place:]
+        rest.dropped = 0  # those that were count once
         self._kept = self._kept[:place]
         return rest
 
     def too_long(self) -> InputError:
         """-> the error where every record is too long."""
         return InputError(f"{self.path}: every record is longer than {self.limits} allows; raise it")
+
+    def field_hashes(self, fields: Iterable[str]) -> dict[str, str]:
+        """{field: a hash of its values in the records that were read at the start, which are read again}."""
+        digests = {field: hashlib.sha256() for field in fields}
+        for i in self._places if digests else ():
+            record = self.records[i // self.per_record]
+            for field, digest in digests.items():
+                digest.update(json.dumps([record.get(field)], default=str).encode())
+        return {field: digest.hexdigest()[:12] for field, digest in digests.items()}
 
     def describe(self) -> str:
         """The number of items, and how many were too long, as a text."""

@@ -16,6 +16,7 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import IO, Any
 
 from dataset.formats import Record
@@ -31,6 +32,8 @@ class LineRecords:
     """The records of a file of lines. Blank lines are skipped. Memory holds only the positions where lines
     begin, eight bytes a line. The file stays open as long as they exist. Lists of JSON and .gz are made into
     a temporary file of lines first."""
+
+    left_out = ""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -72,7 +75,10 @@ class LineRecords:
 
 
 class TableRecords:
-    """The records of a table that the library ``datasets`` reads, memory-mapped from its cache."""
+    """The records of a table that the library ``datasets`` reads, memory-mapped from its cache. ``left_out``:
+    the files of a folder that it does not read, as a text: it goes by their names and takes one kind."""
+
+    left_out = ""
 
     def __init__(self, path: str) -> None:
         try:
@@ -87,6 +93,9 @@ class TableRecords:
             split = ""
         with quiet(), as_input_error(f"{path}: the library datasets cannot read it"):
             self._table = datasets.load_dataset(name, split=split or "train", data_files=files)
+            if os.path.isdir(path):
+                splits = datasets.load_dataset_builder(path).config.data_files
+                self.left_out = left_out(Path(path).resolve(), splits["train"])
 
     def __len__(self) -> int:
         return len(self._table)
@@ -94,6 +103,13 @@ class TableRecords:
     def __getitem__(self, i: int) -> Record:
         # If only some records have a key, the others have None or NaN in that column.
         return {name: value for name, value in self._table[i].items() if value is not None and value == value}
+
+
+def left_out(folder: Path, read: Iterable[str]) -> str:
+    """Those files of a folder that may hold data and are not among the ones read, as a text."""
+    found = {*folder.rglob("*.*")} - {*map(Path, read)}
+    names = [path.relative_to(folder).as_posix() for path in sorted(found) if path.is_file()]
+    return shorten(", ".join(name for name in names if not re.search(r"(^|/)\.|\.md$", name)), 200)
 
 
 Records = LineRecords | TableRecords

@@ -220,6 +220,7 @@ def test_wrong_flags_are_answered_before_torch_is_imported(script):
     assert not names & {"torch", "transformers", "numpy"}
 
 
+OF_FIELDS = {"data": "x", "fingerprints": {"data": "now", "data level": "before"}}
 OF_DATA = {"data": "x", "reasoning": 0, "fingerprints": {"data": "before"}}
 
 
@@ -237,11 +238,13 @@ OF_DATA = {"data": "x", "reasoning": 0, "fingerprints": {"data": "before"}}
         ({"reward_url": ""}, {"reward_url": "x"}, "--reward_url was .* set it back"),
         ({"reasoning": 0}, {"reasoning": 1}, "--reasoning was 0 and is now 1; set it back"),
         (OF_DATA, {"data": "y", "reasoning": 1}, "--data y does not hold what the run began with"),
+        (OF_FIELDS, {"data": "y"}, r"--data y does not hold what .* \(level before, now now\)"),
+        ({"data": "x", "fingerprints": {"data": "now"}}, {"data": "y"}, None),  # no function asked for it
     ],
 )
 def test_what_a_resumed_run_may_change(before, now, line):
     same = {"script": "train_ppo.py", "processes": 1, "total_steps": 4, "threads": 1}
-    same |= {"versions": {}, "fingerprints": {"data": "now"} if "data" in now else {}}
+    same |= {"versions": {}, "fingerprints": {"data": "now", "data level": "now"} if "data" in now else {}}
     flags = {name: Flag("", str, True) for name in ("reward_fn", "reward_url", "reward_model", "free")}
     flags |= {"batch_size": Flag(8, int, False), "old": Flag(1, int, False), "new": Flag(0.95, float, False)}
     flags |= {"reasoning": Flag(None, int), "data": Flag("", str, True)}

@@ -328,7 +328,7 @@ def test_a_step_that_is_not_finite_is_no_step_and_the_scale_of_fp16_is_kept(file
     monkeypatch.setattr(train_sft.SftRun, "loss", spoiled)
     monkeypatch.setattr(precision, "INTERVAL", 2)
     monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**10)  # doubled twice, it still is no overflow
-    argv = argv_of(files, "sft", tmp_path, dtype="float16", save_interval=1)
+    argv = argv_of(files, "sft", tmp_path, dtype="float16", save_interval=1, hf_dir=tmp_path / "hf")
     train_sft.main(argv)
     before = shutil.copytree(tmp_path / "r", tmp_path / "before")
     train_sft.main([*argv, "--resume", str(tmp_path / "r" / "checkpoints" / "step_3")])
@@ -401,6 +401,7 @@ SCORED = {"user_input": "a", "completion": "b", "score": "x"}
         ("sft", {"model": "", "hidden_size": 100}, "--hidden_size 100: must be a multiple of 16"),
         ("sft", {"model": "/nowhere.pth"}, "/nowhere.pth: no such file"),
         ("sft", {"kl_coef": 1}, "kl_coef"),
+        ("sft", {"hf_dir": "/"}, "/: is there, and nothing is overwritten"),
         ("sft", {"prompt_template": ENDLESS}, "does not end answers with the tokenizer's EOS"),
         ("reward", {"data_path": "{sft}"}, "sft.jsonl:1: "),
         ("reward", {"data_path": PAIR}, 'x.jsonl:1: "margin" must be a number'),

@@ -17,7 +17,7 @@ from errors import InputError
 from model.loading import embeddings
 from model.lora import describe as describe_adapters
 from model.weights import short_hash, weights_hash
-from trainer.rewards.reward_function import code_hash
+from trainer.rewards.reward_function import code_hash, fields_read
 from trainer.runs.base import Run
 
 if TYPE_CHECKING:  # it has these functions as methods
@@ -36,7 +36,7 @@ def describe_run(run: "PpoRun") -> str:
     args = run.args
     data = f"{'answers' if args.offline_data_path else 'prompts'}  {run.data.describe()}"
     if run.held_out:
-        data += f", {len(run.held_out)} prompts held out"
+        data += f"\nheld out {(run.held_out_pairs or run.held_out).describe()} {run.display.tested}"
     adapters = describe_adapters(run.actor)
     parts = [name for name in run.reward.names if not name.startswith("score")]
     lines = [
@@ -61,11 +61,15 @@ def describe_run(run: "PpoRun") -> str:
 
 def describe_texts(args: Namespace, datasets: Iterable[object]) -> list[str]:
     """Lines on how the texts of these datasets, or None, were read, for runs of all stages."""
-    paths = {data.path for data in datasets if isinstance(data, RecordDataset) and data.tools}
-    lines = [
-        f"note     {path}: tools are ignored: turns that call one or hold its result are left out"
-        for path in sorted(paths)
-    ]
+    notes = set()
+    for data in datasets:
+        if isinstance(data, RecordDataset) and data.tools:
+            notes.add(f"{data.path}: tools are ignored: turns that call one or hold its result are left out")
+        if isinstance(data, RecordDataset) and data.records.left_out:
+            notes.add(
+                f"{data.path}: by name or kind not of its split train and not read: {data.records.left_out}"
+            )
+    lines = [f"note     {note}" for note in sorted(notes)]
     if args.system_prompt:
         lines.append(f"system   {args.system_prompt}")
     if args.chat_template_kwargs:
@@ -114,8 +118,8 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, eos: Iterable[int]) -> tuple[st
 
 def fingerprints(run: "PpoRun") -> dict[str, str]:
     """{flag: a hash of what it names}: the weights that the run starts from, its reward models, the texts
-    and tokens of its prompts, the code of its reward function. Call it before frozen weights are
-    rounded."""
+    and tokens of its prompts, the code of its reward function; {"data_path <field>": a hash of the field of
+    the records, which that function reads}. Call it before frozen weights are rounded."""
     found = {
         "model": short_hash([weights_hash(run.ref), run.endings.eos]),
         "tokenizer": short_hash(sorted(run.tokenizer.get_vocab().items())),
@@ -138,6 +142,8 @@ def fingerprints(run: "PpoRun") -> dict[str, str]:
         )
     if reward_models:
         found["reward_model"] = short_hash(reward_models)
-    if run.args.reward_fn:
+    if run.reward.function:
         found["reward_fn"] = code_hash(run.args.reward_fn)
+        fields = fields_read(run.reward.function, run.data.columns)
+        found |= {f"data_path {field}": text for field, text in run.data.field_hashes(fields).items()}
     return found

@@ -137,6 +137,7 @@ def save(run: Run, logger: Logger) -> None:
             logger.flush()
         checkpoints.save(run)
     with run.world.all_or_none():
+        logger.keep_choice("saved", True)
         run.save_result()
     run.saved_step = step
 

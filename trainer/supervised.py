@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from atomic_files import check_unused
 from dataset.data_order import next_batch
 from dataset.formats import Keys
 from dataset.lm_dataset import RecordDataset
@@ -84,6 +85,8 @@ class SupervisedRun(Run):
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
+        if args.hf_dir and not args.resume:
+            check_unused(self.hf_dir)
         keep_freed_memory()
         self.model.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
         prepare_training(self.model.base_model, args.gradient_checkpointing)
@@ -161,7 +164,7 @@ class SupervisedRun(Run):
             f"data     {args.data_path}: {self.data.describe()}",
         ]
         if self.held_out:
-            lines[-1] += f", {len(self.held_out)} held out"
+            lines.append(f"held out {self.held_out.describe()}")
         lines += describe_texts(args, (self.data, self.held_out))
         return "\n".join(filter(None, [*lines, self.note]))
 

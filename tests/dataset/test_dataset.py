@@ -316,12 +316,14 @@ def test_ppo_takes_the_named_keys_and_compares_them_on_resuming(tmp_path, capsys
     """And of an answer in the shape of GSM8K's the number."""
     files = tiny.run_files(tmp_path) | {"reward_fn": f"{tiny.ROOT}/trainer/rewards/rules.py:exact_answer"}
     records = [{"prompt": "a", "x": {"q": "b c d"}, "gold": "6*12\n#### 72", "tools": [{}]}] * 4
-    path = tiny.write_jsonl(tmp_path / "named.jsonl", records)
+    long = records[0] | {"x": {"q": "b " * 40}}
+    path = tiny.write_jsonl(tmp_path / "named.jsonl", [*records, long])
     files |= {"data_path": path, "eval_data_path": path, "out_dir": tmp_path / "out", "run_name": "r"}
     files |= SIZES | {"mini_batch_size": 4, "max_gen_len": 4, "critic_warmup_steps": 0, "reasoning": 0}
     tiny.train(**files, prompt_key="x.q", answer_key="gold")
     said = capsys.readouterr().out
     assert said.count(f"note     {path}: tools are ignored: turns") == 1  # though it is held out too
+    assert "\nheld out 4 (1 of 5 read dropped, longer than --max_seq_len) prompts\n" in said
     assert tiny.read_jsonl(tmp_path / "out/r/samples.jsonl")[0]["prompt"] == "b c d"
     assert "  held out at step 1: accuracy 0.000 | greedy 0.000 | " in said
     assert "because eval/function was never above 0.000\n" in said
@@ -332,12 +334,17 @@ def test_ppo_takes_the_named_keys_and_compares_them_on_resuming(tmp_path, capsys
 def test_the_two_stages_before_take_them_as_well(tmp_path, capsys):
     model = tiny.save_policy_dir(tmp_path / "policy", words())
     records = [{"q": {"x": "a b"}, "good": "c", "bad": "d e", "tools": [{}]}] * 8
-    path = tiny.write_jsonl(tmp_path / "named.jsonl", records)
+    long = records[0] | {"good": "c " * 40}
+    path = tiny.write_jsonl(tmp_path / "named.jsonl", [*records, long])
     common = SIZES | {"data_path": path, "model": model, "device": "cpu", "eval_interval": 0}
-    common |= {"eval_size": 4, "out_dir": tmp_path, "prompt_key": "q.x"}
-    train_sft.main(tiny.flags(**common, answer_key="good"))
-    assert capsys.readouterr().out.count("tools are ignored") == 1
-    train_reward.main(tiny.flags(**common, chosen_key="good", rejected_key="bad"))
+    common |= {"out_dir": tmp_path, "prompt_key": "q.x"}
+    dropped = " (1 of 9 read dropped, longer than --max_seq_len)\n"
+    train_sft.main(tiny.flags(**common, answer_key="good", eval_size=4))
+    said = capsys.readouterr().out
+    assert said.count("tools are ignored") == 1
+    assert f": 4{dropped}held out 4\n" in said  # what was dropped counts once
+    train_reward.main(tiny.flags(**common, eval_data_path=path, chosen_key="good", rejected_key="bad"))
+    assert f": 8{dropped}held out 8{dropped}" in capsys.readouterr().out
     assert (tmp_path / "full_sft_32.pth").is_file() and (tmp_path / "reward_32").is_dir()
     says = r'named\.jsonl:1: no "rejected"; keys found: .*"bad"'
     tiny.refused(says, train_reward.main, tiny.flags(**common, chosen_key="good"))

@@ -4,8 +4,10 @@ import gzip
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import tracemalloc
+from argparse import Namespace
 from unittest.mock import Mock
 
 import pytest
@@ -16,6 +18,7 @@ from dataset.data_order import global_batch, next_batch, record_loader
 from dataset.lm_dataset import RLAIFDataset
 from dataset.record_files import open_records
 from errors import InputError
+from trainer.about_run import describe_texts
 
 RECORDS = [{"prompt": "hi"}, {"prompt": "über", "answer": "5"}, {"prompt": "a\nb"}]
 LINES = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS)
@@ -57,6 +60,17 @@ def test_tables_and_hub_names(tmp_path, monkeypatch):
     table.to_json(tmp_path / "folder" / "train.jsonl")
     for path in ("a.parquet", "folder"):
         assert read(tmp_path / path) == RECORDS  # empty fields are left out
+    shutil.copytree(tmp_path / "folder", tmp_path / "more" / "data")
+    for name in (".a.json", ".cache/b.json", "README.md", "LICENSE", "unit_test_b.jsonl", "data/c.csv"):
+        (tmp_path / "more" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "more" / name).write_bytes(LINES)
+    assert read(tmp_path / "more") == RECORDS
+    monkeypatch.chdir(tmp_path)
+    data = [RLAIFDataset(path, word_tokenizer(["hi"]), 10) for path in ("more", "more", "folder")]
+    (note,) = describe_texts(Namespace(system_prompt="", chat_template_kwargs=None), data)
+    assert note.startswith("note     more: by name or kind ") and note.endswith(
+        ": data/c.csv, unit_test_b.jsonl"
+    )
     data = RLAIFDataset(tmp_path / "a.parquet", word_tokenizer(["hi"]), 10)
     assert [p.answer for p in data] == [None, "5", None]
     fields = {"style": "rule", "ground_truth": "72", "extra": None}  # as verl's files; None stays inside

@@ -1,6 +1,7 @@
 """The user's reward function: which fields of the records it gets, and what is said of its mistakes."""
 
 import functools
+import json
 import shutil
 import signal
 from functools import partial
@@ -55,6 +56,9 @@ def test_a_function_gets_what_it_asks_for_by_name(function, given):
         return [0.0, 0.0]
 
     called(wrapped)
+    columns = {**RECORDS[0], **RECORDS[1]}
+    found = reward_function.fields_read(wrapped, columns)
+    assert {*found} - {"prompts"} == (columns.keys() & given.keys()) - {"prompts"}
 
 
 def test_a_field_of_the_records_comes_before_the_step_of_the_run():
@@ -217,6 +221,11 @@ def test_a_run_gives_each_response_its_own_record_and_the_step_also_when_resumed
     train_ppo.main([*argv, "--resume", "auto"])
     assert [call["step"] for call in noted("reward_fn", "resumed")] == [2, 3, 3]
     assert [call["step"] for call in noted("eval_reward_fn", "resumed")] == [3, 3]
+    known = json.loads((tmp_path / "out/r/config.json").read_text())["fingerprints"]
+    assert {name for name in known if " " in name} == {"data_path level", "data_path hint"}
+    write_jsonl(tmp_path / "mixed.jsonl", [records[0], records[1] | {"level": 9}, *records[2:]])
+    says = r"--data_path .*mixed\.jsonl does not hold what the run began with \(level "
+    refused(says, train_ppo.main, [*argv, "--resume", "auto"])
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")

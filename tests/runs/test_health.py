@@ -298,8 +298,8 @@ START = """
     template_without_eos=true         | template_without_eos look      | eos_token
     fewer_ids=[300,400]               | other_tokenizer look           | --tokenizer
     without_template="model,other"    | judge_without_template look    | chat template
-    dropped_share=0.21                | records_dropped look           | --max_seq_len 1024
-    dropped_share=0.91                | records_dropped wrong          | --max_seq_len 1024
+    dropped_share=0.21                | records_dropped look           | a larger --max_seq_len, up to
+    dropped_share=0.91                | records_dropped wrong          | a larger --max_seq_len, up to
     dropped_share=0.19                |                                |
     kl_coef=0.0                       | nothing_holds_the_policy look  | --kl_coef 0.02
     kl_coef=0.0 reward_model=[]       |                                |

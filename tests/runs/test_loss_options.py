@@ -66,7 +66,9 @@ def files(tmp_path_factory):
     offline = {
         "model": online["model"],
         "offline_data_path": write_jsonl(folder / "pairs.jsonl", map(pair, range(50))),
-        "eval_data_path": write_jsonl(folder / "held_out.jsonl", map(pair, range(7))),
+        "eval_data_path": write_jsonl(
+            folder / "held_out.jsonl", [*map(pair, range(7)), pair(7) | {"chosen": "a " * 9}]
+        ),
         "ptx_data_path": texts,
     }
     found = {"offline": offline, "several answers": scored, "endings": online | steps}
@@ -111,7 +113,7 @@ def says_what_it_is(run, said):
     assert "The chosen_preferred" in text and "on 7 held-out pairs" in text
     assert "can be chance" in text or "rose" in text
     assert "score" not in text.split("Health")[0]
-    assert "the scores of" in said and "answers  100, 7 prompts held out" in said
+    assert "the scores of" in said and "answers  100\nheld out 7 (1 of 8 read dropped, " in said
     assert "4 steps of 16 logged answers, 1 x cpu" in said
     assert (run / "report.html").is_file()
 

@@ -216,7 +216,7 @@ def test_damage_is_noticed(whole, tmp_path):
 
 
 def test_a_damaged_checkpoint_that_is_named_and_only_damaged_ones_are_refused_and_nothing_is_touched(half):
-    """Else the one before it is taken (test_stages.py)."""
+    """Else the one before it is taken (test_stages.py). So are checkpoints that somebody has deleted."""
     run, argv = half
     step_4 = run / "checkpoints" / "step_4"
     os.truncate(step_4 / "actor.safetensors", 500)
@@ -225,6 +225,10 @@ def test_a_damaged_checkpoint_that_is_named_and_only_damaged_ones_are_refused_an
         os.truncate(run / "checkpoints" / name / "actor.safetensors", 0)
     before = contents(run)
     refused([*argv, "--resume", "auto"], r"step_2 is damaged .*, and there is no other")
+    assert contents(run) == before
+    shutil.rmtree(run / "checkpoints")
+    before = contents(run)
+    refused([*argv, "--resume", "auto"], "--resume: .*/r has lost its checkpoints")
     assert contents(run) == before
 
 
@@ -247,6 +251,7 @@ def test_an_earlier_checkpoint_that_is_named_begins_another_branch(whole, half):
     run, argv = half
     die_at(2, [*argv, "--resume", str(run / "checkpoints" / "step_2")])
     assert names(run) == ["step_2"]
+    assert json.loads((run / "config.json").read_text())["saved"]  # though not by this process
     train_ppo.main([*argv, "--resume", "auto", "--keep_checkpoints", "3"])
     same_run(whole, run, step=6)
     assert names(run) == ["step_2", "step_4", "step_6"]
@@ -465,3 +470,7 @@ def test_a_config_that_is_not_ours_is_one_line(files, tmp_path):
     for text in ("{", "[]", '{"fingerprints": 3}'):
         (tmp_path / "r" / "config.json").write_text(text)
         refused(argv_of(files, tmp_path, resume="auto"), "--resume")
+    (tmp_path / "r" / "config.json").rename(tmp_path / "r" / "samples.jsonl")
+    for resume in ("", "auto"):
+        refused(argv_of(files, tmp_path, resume=resume), r"r/samples\.jsonl: is of no run; give another")
+    assert (tmp_path / "r" / "samples.jsonl").read_text() == text

@@ -136,6 +136,13 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
     return found | {name: value for name, value in request.of_run.items() if name in asked}
 
 
+def fields_read(function: RewardFunction, columns: Iterable[str]) -> list[str]:
+    """Those of the records' fields (columns) that a function asks for."""
+    asked = wanted(function)
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in asked.values())
+    return [name for name in columns if takes_all or name in asked]
+
+
 def code_hash(flag: str) -> str:
     """A flag, path.py:function -> the hash of the code; "" for none."""
     path, _, name = flag.rpartition(":")

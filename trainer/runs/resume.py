@@ -30,6 +30,8 @@ REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other pla
 Config = dict[str, Any]  # what config.json has
 BY_DATA = ("critic_warmup_steps", "reasoning")  # flags that the prompts choose where they are not given
 CHOSEN = "missing_eos_penalty"  # the flag that a run chooses when it begins, where it is not given
+WRITTEN = ["metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "summary.md", "report.html", "curves.png"]
+WRITTEN += ["best.json", "best.pth", "ema.pth"]
 
 
 # ------------------------------------------------------------------------------------------ the run folder
@@ -126,7 +128,8 @@ def write_config(run: Run, folder: RunFolder) -> None:
     """Write the run folder's ``config.json``: every flag, and what else influences the result.
 
     If there is one already, compare the two first: InputError if it belongs to another run; differences that
-    are allowed are added to the folder's notes.
+    are allowed are added to the folder's notes. InputError too if the run has lost its checkpoints, or if
+    there is none and files of other programs would be replaced.
     """
     config = {
         **vars(run.args),
@@ -144,6 +147,7 @@ def write_config(run: Run, folder: RunFolder) -> None:
         "facts": run.facts(),
         "resume_command": resume_command(run.args.argv, run.script, folder.path),
         "run_id": secrets.token_hex(8),  # for trackers
+        "saved": folder.checkpoint is not None,  # whether it has ever had a checkpoint (loop.py)
     }
     held = folder.path / "config.json"
     if folder.checkpoint or held.exists():  # it is there too if the run was killed before its first one
@@ -153,6 +157,13 @@ def write_config(run: Run, folder: RunFolder) -> None:
                 config[CHOSEN] = old.get(CHOSEN)
             folder.notes += check_same_run(old, config, run.args.declared)
             config["run_id"] = old["run_id"]
+        if old.get("saved") and not folder.checkpoint:
+            raise InputError(
+                f"--resume: {folder.path} has lost its checkpoints, and to begin again would erase its logs; "
+                "give another --run_name, or remove the folder"
+            )
+    elif others := [name for name in WRITTEN if (folder.path / name).exists()]:
+        raise InputError(f"{folder.path / others[0]}: is of no run; give another --run_name")
     folder.config = config
     folder.write_config()
 
@@ -184,14 +195,15 @@ def check_same_run(old: Config, new: Config, flags: dict[str, Any]) -> list[str]
             if name not in BY_DATA:
                 raise InputError(said)
             chosen = chosen or said
-    for name, now in new["fingerprints"].items():
-        was = old["fingerprints"].get(name)
+    for key, now in new["fingerprints"].items():
+        name, _, field = key.partition(" ")  # a field is compared if the function asked for it before, too
+        was = old["fingerprints"].get(key, now if field else None)
         if was != now and name == "reward_fn":  # allowed: a mistake in it may have stopped the run
             notes.append(f"note: the code of --reward_fn {new[name]} has changed since the run began")
         elif was != now:
             raise InputError(
-                f"--{name} {new[name]} does not hold what the run began with (fingerprint {was}, now {now}); "
-                "name the original"
+                f"--{name} {new[name]} does not hold what the run began with "
+                f"({field or 'fingerprint'} {was}, now {now}); name the original"
             )
     if chosen:
         raise InputError(chosen)
@@ -205,7 +217,7 @@ def resume_command(argv: list[str], script: str, folder: Path) -> str:
     """The command line that goes on with a run on one machine. argv: the flags that it was started with."""
     launcher = [sys.executable]
     if "WORLD_SIZE" in os.environ:
-        launcher = ["torchrun", "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
+        launcher += ["-m", "torch.distributed.run", "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
     resume = ["--resume", str(folder)]
     flags = argv if argv[-2:] == resume else argv + resume  # the last --resume counts
     return quoted([*launcher, ROOT / "trainer" / script, *flags])

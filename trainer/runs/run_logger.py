@@ -135,7 +135,7 @@ class RunLogger:
             self.say(f"resumed  after step {run.progress.step}")
 
     def keep_choice(self, name: str, value: float) -> None:
-        """Write what the run has chosen for a flag into config.json, where health.py reads it."""
+        """Write what the run has chosen for a flag, or has done, into config.json."""
         self.folder.config[name] = value
         self.folder.write_config()
 
