@@ -188,7 +188,8 @@ def test_when_one_process_fails_both_end_and_the_run_resumes(files, tmp_path, wh
     assert steps_in(tmp_path / "r") == [0, 1, 2, 3]  # batch 4 is not learned from
     found = (tmp_path / "r" / "checkpoints").iterdir()
     assert sorted(path.name for path in found) == [f"step_{step}" for step in saved]
-    assert f"to go on: torchrun --nproc_per_node 2 {tiny.ROOT}/trainer/train_ppo.py --model" in said[0][0]
+    launcher = f"{tiny.PYTHON} -m torch.distributed.run --nproc_per_node 2"
+    assert f"to go on: {launcher} {tiny.ROOT}/trainer/train_ppo.py --model" in said[0][0]
     if what == "dies":
         train_ppo.main(argv_of(files, tmp_path, 1, **more, resume="auto"))
         assert steps_in(tmp_path / "r") == list(range(6))
