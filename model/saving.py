@@ -75,7 +75,8 @@ def save_directory(
     """Write ``model``, a causal LM or a classifier, as a directory that ``from_pretrained`` loads.
 
     Adapters are merged. fields: more entries for its config.json. Every file appears whole or not at all,
-    config.json last. Other files in the directory stay. Raises ``InputError`` as ``save_policy`` does.
+    config.json last. Other files there stay, but for those of another tokenizer. Raises ``InputError`` as
+    ``save_policy`` does.
     """
     state = state_dict_in(dtype, model, path)
     # transformers refuses contradictory generation settings, which some hub models have.

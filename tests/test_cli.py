@@ -77,7 +77,11 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("a run name that is a path", {"run_name": "../x"}, "--run_name ../x"),
     ("a run name that is a path on Windows", {"run_name": r"..\x"}, r"--run_name ..\x"),
     ("beyond the positions", {"max_gen_len": 1000}, "--max_gen_len 1000"),
-    ("an adapter", {"model": "{}/adapted"}, "adapted: a LoRA adapter lies beside the model; python export.py"),
+    (
+        "an adapter",
+        {"model": "{}/adapted"},
+        "adapted: a LoRA adapter lies there; merge it: with",
+    ),
     ("warm-up as long as the run", {"critic_warmup_steps": 2}, "--critic_warmup_steps 2"),
     ("critic from none", FROM_NONE, "--critic_init"),
     ("no such GPU", {"device": "cuda:7"}, "--device cuda:7"),

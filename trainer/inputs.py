@@ -246,6 +246,11 @@ def choose_rates(
 def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:
     """The tokenizer of --tokenizer or --model with the chat template, the arguments of that and the system
     message of the flags or its own; the flags then name those."""
+    if has_adapter(args.model):
+        raise InputError(
+            f"--model {args.model}: a LoRA adapter lies there; merge it: with python export.py {args.model} "
+            "NEW.pth where the model lies beside it, else with peft"
+        )
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
     set_template(tokenizer, args.prompt_template)
     args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
@@ -276,11 +281,6 @@ def sampling_sizes(
 def check_policy(args: Flags, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise InputError if the causal LM cannot be trained here, or does not fit tokenizer and flags."""
     check_tokenizer(tokenizer, policy)
-    if has_adapter(args.model):
-        raise InputError(
-            f"--model {args.model}: a LoRA adapter lies beside the model; python export.py {args.model} "
-            "NEW.pth merges the two"
-        )
     for name, p in policy.named_parameters():
         if not p.isfinite().all():
             raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")

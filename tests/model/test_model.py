@@ -343,7 +343,8 @@ def test_weights_that_the_config_does_not_have_are_named(tmp_path):
 
 def test_a_lone_pth_of_another_vocabulary_says_that_it_is_taken_for_a_minimind(tmp_path, recwarn):
     for vocab, warned in ((160, True), (6400, False)):
-        torch.save(tiny_llama(vocab).state_dict(), tmp_path / f"{vocab}.pth")
+        sizes = {"vocab_size": vocab, "hidden_size": 64, "num_attention_heads": 8}
+        torch.save(tiny_llama(**sizes).state_dict(), tmp_path / f"{vocab}.pth")
         load_policy(tmp_path / f"{vocab}.pth")
         said = [str(w.message) for w in recwarn if "taken for a MiniMind with 8 heads" in str(w.message)]
         assert [f"{vocab}/config.json" in line for line in said] == [True] * warned

@@ -267,22 +267,27 @@ def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkey
     assert max(found) - min(found) > 1e-3
 
 
-def test_conversations_are_as_long_as_all_of_a_batch_can_be(tmp_path):
-    """Longer ones would change the rotation of the others (Phi-3). XLNet reads the last column: no padding."""
+def test_a_batch_changes_no_score_of_the_others(tmp_path):
+    """Longer conversations would change the rotation of all (Phi-3). XLNet reads the last column, so it gets
+    no padding."""
+    tokenizer = tiny.word_tokenizer(WORDS, chat=True)
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    rope["original_max_position_embeddings"] = 20
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
-    more = {"num_hidden_layers": 1, "num_labels": 1, "pad_token_id": 1, "bos_token_id": None}
-    config = T.Phi3Config(vocab_size=40, rope_parameters=rope, max_position_embeddings=80, **sizes, **more)
-    T.Phi3ForSequenceClassification(config).save_pretrained(tmp_path / "phi3")
-    config = T.XLNetConfig(vocab_size=40, d_model=16, n_layer=1, n_head=2, d_inner=32, num_labels=1, pad_token_id=1)
-    T.XLNetForSequenceClassification(config).save_pretrained(tmp_path / "xlnet")
-    for name in ("phi3", "xlnet"):
-        tiny.word_tokenizer(WORDS, chat=True).save_pretrained(tmp_path / name)
+    sizes |= {"num_hidden_layers": 1, "max_position_embeddings": 80, "rope_parameters": rope}
+    sizes["original_max_position_embeddings"] = 20
+    more = {"vocab_size": len(tokenizer), "num_labels": 1, "pad_token_id": 1, "eos_token_id": 2}
+    small = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}
+    models = {
+        "phi3": T.Phi3ForSequenceClassification(T.Phi3Config(**sizes, **more)),
+        "xlnet": T.XLNetForSequenceClassification(T.XLNetConfig(**small, **more)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
     assert load_reward_model(str(tmp_path / "phi3"), CPU).max_length == 20
-    model = load_reward_model(str(tmp_path / "xlnet"), CPU)
-    together = model(PAIRS[:2])
-    assert together.tolist() == pytest.approx([model([pair]).item() for pair in PAIRS[:2]], abs=1e-6)
+    xlnet = load_reward_model(str(tmp_path / "xlnet"), CPU)
+    alone = [xlnet([pair]).item() for pair in PAIRS[:2]]
+    assert xlnet(PAIRS[:2]).tolist() == pytest.approx(alone, abs=1e-6)
 
 
 def saved_in(folder, dtype, offset=0.0):
