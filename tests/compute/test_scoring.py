@@ -10,7 +10,7 @@ from tiny import tiny_llama, values_of
 from model.critic import CriticModel
 from trainer.compute import scoring
 from trainer.compute.batching import Layout
-from trainer.compute.scoring import PolicyScorer, ValueScorer, pack_sequences
+from trainer.compute.scoring import PolicyScorer, ValueScorer, pack_sequences, short_windows
 
 TOKENS = torch.tensor([[2, 3, 4, 5, 6, 7], [7, 8, 9, 3, 0, 0]])
 PROMPTS, RESPONSES = [2, 1], [4, 3]
@@ -87,3 +87,14 @@ def test_micro_batches_are_padded_on_the_right_and_come_back_in_row_order(monkey
         scorer = Numbers(lambda rows, sizes=sizes: sizes.append(len(rows)) or torch.zeros(len(rows), 4))
         scoring.score_all(rollout, scorer, token_budget=budget)
         assert sizes == wanted
+
+
+def test_windows_are_short_in_the_block_and_what_they_were_behind_it():
+    layer = torch.nn.Linear(1, 1)
+    layer.sliding_window = 64
+    model = torch.nn.Sequential(layer, torch.nn.Linear(1, 1))
+    model.config = SimpleNamespace(sliding_window=32)
+    with pytest.raises(KeyError), short_windows(model):
+        assert (layer.sliding_window, model.config.sliding_window) == (4, 4)
+        raise KeyError
+    assert (layer.sliding_window, model.config.sliding_window) == (64, 32)
