@@ -128,8 +128,8 @@ def _write_settings(
     if rope.get("rope_type", "default") != "default":
         config["rope_scaling"] = {name: x for name, x in rope.items() if name not in OLD_NAMES}
     if model.can_generate():
-        known = model.generation_config.to_diff_dict()
-        kept = {name: known[name] for name in KEPT if name in known}
+        generation = model.generation_config.to_diff_dict()
+        kept = {name: generation[name] for name in KEPT if name in generation}
         _write_json(folder / "generation_config.json", kept)
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"

@@ -63,12 +63,12 @@ def describe_texts(args: Namespace, datasets: Iterable[object]) -> list[str]:
     """Lines on how the texts of these datasets, or None, were read, for runs of all stages."""
     notes = set()
     for data in datasets:
-        if isinstance(data, RecordDataset) and data.tools:
+        if not isinstance(data, RecordDataset):
+            continue
+        if data.tools:
             notes.add(f"{data.path}: tools are ignored: turns that call one or hold its result are left out")
-        if isinstance(data, RecordDataset) and data.records.left_out:
-            notes.add(
-                f"{data.path}: by name or kind not of its split train and not read: {data.records.left_out}"
-            )
+        if left_out := data.records.left_out:
+            notes.add(f"{data.path}: by name or kind not of its split train and not read: {left_out}")
     lines = [f"note     {note}" for note in sorted(notes)]
     if args.system_prompt:
         lines.append(f"system   {args.system_prompt}")

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dataset.chat_template import around, conversation_ids, pair_ids, pair_layout
+from dataset.chat_template import around, conversation_ids, pair_ids
 from dataset.formats import Answered, to_messages
 from errors import InputError
 from model.loading import (
@@ -116,12 +116,9 @@ class ClassifierRewardModel(RewardModel):
         with self.in_step.world.all_or_none() if self.in_step else nullcontext():
             if self.pairs:
                 ids, types = pair_ids(self.tokenizer, conversations)
-                kept = next(
-                    len(before) * (number is None) for number, before, _ in pair_layout(self.tokenizer)
-                )
             else:
                 ids = types = conversation_ids(self.tokenizer, conversations)
-                kept = len(around(self.tokenizer)[0])
+            kept = len(around(self.tokenizer)[0])
             ids, types = ([x[:kept] + x[kept:][kept - self.max_length :] for x in y] for y in (ids, types))
         scores = torch.empty(len(ids))
 

@@ -135,9 +135,10 @@ class RunLogger:
             self.say(f"resumed  after step {run.progress.step}")
 
     def keep_choice(self, name: str, value: float) -> None:
-        """Write what the run has chosen for a flag, or has done, into config.json."""
-        self.folder.config[name] = value
-        self.folder.write_config()
+        """Write what the run has chosen for a flag, or has done, into config.json, unless it is there."""
+        if self.folder.config.get(name) != value:
+            self.folder.config[name] = value
+            self.folder.write_config()
 
     def flush(self) -> None:
         """Force the log files to the disk. Call it before a checkpoint, which must not be ahead of them."""
