@@ -13,35 +13,44 @@ learning.py, learning_rates.py, peers.py, plan.py, preferences.py, recipes.py.
 
 import importlib
 import sys
+import time
 import traceback
+
+BEGUN = time.monotonic()  # before the imports that take long
 
 import torch
 from common import ROOT, machine, table, write_results
 
 SUITE = ("generation", "update", "end_to_end", "memory", "phases")
 # These run only when they are named: they take long, compare with no peer, or need a GPU.
-ASKED_FOR = ("smoke", "continuous", "lora", "demo", "cards", "kernel_times")
+ASKED_FOR = ("smoke", "generation_peers", "continuous", "lora", "demo", "cards", "kernel_times")
 
 
 def run(name, device):
     """Measure the cases of a benchmark, one after the other -> whether all of them could be measured."""
-    module = importlib.import_module("end_to_end" if name == "memory" else name)
-    cases = module.memory_cases(device) if name == "memory" else module.cases(device)
+    file, cases_of = {
+        "memory": ("end_to_end", "memory_cases"),
+        "generation_peers": ("generation", "peer_cases"),
+    }.get(name, (name, "cases"))
+    module = importlib.import_module(file)
+    cases = getattr(module, cases_of)(device)
     facts = {"limits": module.rates(device)} if name == "phases" else {}
     results = []
-    for case in cases:
-        try:
-            found = case()
-        except Exception as error:
-            traceback.print_exc()
-            found = {"error": f"{type(error).__name__}: {error}"[:500]}
-            print(f"error: a case of {name}: {found['error'].splitlines()[0]}", flush=True)
-        results += found if isinstance(found, list) else [found]
-        write_results(f"{name}_{device}", {**facts, "results": results})
+    try:
+        for case in cases:
+            try:
+                found = case()
+            except Exception as error:
+                traceback.print_exc()
+                found = {"error": f"{type(error).__name__}: {error}"[:500]}
+                print(f"error: a case of {name}: {found['error'].splitlines()[0]}", flush=True)
+            results += found if isinstance(found, list) else [found]
+            write_results(f"{name}_{device}", {**facts, "results": results})
+    finally:  # also of what was measured before this process was interrupted
+        good = [result for result in results if "error" not in result or name in ("smoke", "cards")]
+        shown = good if name == "memory" else list(module.rows(good))
+        print(f"\n## {name}, {device}\n\n{table(shown)}\n", flush=True)
     failed = any("error" in result for result in results)
-    good = [result for result in results if "error" not in result or name in ("smoke", "cards")]
-    shown = good if name == "memory" else list(module.rows(good))
-    print(f"\n## {name}, {device}\n\n{table(shown)}\n", flush=True)
     if name == "phases" and device == "cpu" and not failed:
         module.draw(results, ROOT / "docs" / "phases.png")
     return not failed
@@ -53,7 +62,7 @@ def main(argv):
             raise SystemExit("error: gpu: torch sees no GPU here; `python benchmarks` measures on the CPU")
         import gpu
 
-        return gpu.main(argv[1:])
+        return gpu.main(argv[1:], BEGUN)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return None

@@ -26,8 +26,8 @@ STEPS = 2
 HALF = {"size": "0.5B", "reward": "0.5B", "flags": {"gradient_checkpointing": 1}}
 CASES = {
     "0.5B": HALF,
-    "0.5B, expandable": {**HALF, "environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}},
     "1.5B, LoRA": {"size": "1.5B", "reward": "1.5B", "flags": {"gradient_checkpointing": 1, "lora_r": 16}},
+    "0.5B, expandable": {**HALF, "environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}},
 }
 LENGTHS = {"batch": 64, "mini": 16, "max_seq_len": 256, "max_gen_len": 512}
 

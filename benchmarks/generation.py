@@ -3,10 +3,11 @@
 Both have the same model, prompts and lengths, and sample from the whole softmax. "fixed": no response ends
 early. "varying": each new token is an EOS with probability 1/32, so responses have 32 tokens on average, and
 128 at most. ``generate`` gets the batch size at which it is fastest. On a CPU it runs in fp32 or bf16,
-whichever is faster at fixed lengths, on a GPU in bf16; the engine runs in the type that ``--dtype auto``
-chooses. On a GPU more peers are measured once: transformers' continuous batching (on a CPU: continuous.py),
-the engine without its parts, and at fixed lengths vLLM where it is installed. One that fails is a line in the
-results, and the others go on.
+whichever is faster at fixed lengths; the engine, and on a GPU ``generate`` too, in the type that ``--dtype
+auto`` chooses. On a GPU ``generate`` is measured once where it takes longer than ``LONG``. More peers are
+measured once there (``peer_cases``): the engine without its parts, transformers' continuous batching (on a
+CPU: continuous.py), and at fixed lengths vLLM where it is installed. One that fails is a line in the results,
+and the others go on.
 
 "of copy rate": the bytes that decoding has to read (every weight once a step, and the keys and values of the
 tokens before), as a share of what a large copy reads and writes in the same time.
@@ -18,7 +19,7 @@ import random
 import tempfile
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
 
@@ -37,6 +38,7 @@ from trainer.generation.kv_cache import bytes_per_token
 from trainer.generation.sampling import noise_keys
 
 REPETITIONS = 3
+LONG = 5  # seconds
 PARTS = (["graphs"], ["kernels"], ["kernels", "graphs"])
 LONGEST_SILENCE = 100  # seconds in which transformers' continuous batching has to finish some sequence
 WHOLE_SOFTMAX = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": PAD, "eos_token_id": EOS}
@@ -83,20 +85,28 @@ def engine(sampler, prompts, max_new_tokens):
 @contextmanager
 def without(*parts):
     """In this block there are no "kernels", no "graphs" or neither: peers that cost nothing."""
-    kept = {"kernels": kernels.kernels_of, "graphs": CudaGraphs.run}
-    changes = {"kernels": lambda device_type: None, "graphs": lambda self, key, step, state: step()}
-    changes = kept | {name: changes[name] for name in parts}
-    with (
-        mock.patch.object(kernels, "kernels_of", changes["kernels"]),
-        mock.patch.object(CudaGraphs, "run", changes["graphs"]),
-    ):
+    with ExitStack() as patches:
+        if "kernels" in parts:  # those of a GPU, and of a CPU
+            patches.enter_context(mock.patch.object(kernels, "_cuda", lambda: None))
+            patches.enter_context(mock.patch.object(kernels.cpu, "library", lambda: None))
+        if "graphs" in parts:
+            uncaptured = mock.patch.object(CudaGraphs, "run", lambda self, key, step, state: step())
+            patches.enter_context(uncaptured)
         yield
+
+
+def make_sampler(base, dtype, slots, prompts, new_tokens):
+    """A sampler with room for ``slots`` of these sequences, as a run builds it: a shorter call before the one
+    that is measured captures all graphs."""
+    width = max(map(len, prompts)) + new_tokens
+    cache = slots * width * bytes_per_token(base.config, dtype.itemsize)
+    return Sampler(base, dtype, slots, cache, (len(prompts), width, new_tokens))
 
 
 def rate_without(parts, base, dtype, slots, prompts, new_tokens):
     """Tokens per second of the engine, without these parts if any: one run after a warm-up."""
     with without(*parts):
-        sampler = Sampler(base, dtype, slots)
+        sampler = make_sampler(base, dtype, slots, prompts, new_tokens)
         engine(sampler, prompts, 8)
         start = time.perf_counter()
         tokens = engine(sampler, prompts, new_tokens)
@@ -117,10 +127,12 @@ def continuous_rate(model, prompts, new_tokens):
         for longest in (min(8, new_tokens), new_tokens):
             start = time.perf_counter()
             running.add_requests(prompts, max_new_tokens=longest)
-            found = [running.get_result(timeout=LONGEST_SILENCE) for _ in prompts]
+            found = []
+            for _ in prompts:
+                found.append(running.get_result(timeout=LONGEST_SILENCE))
+                if found[-1] is None or found[-1].error:
+                    raise RuntimeError(found[-1].error if found[-1] else "no answer")
             seconds = time.perf_counter() - start
-            if bad := [x for x in found if x is None or x.error]:
-                raise RuntimeError(bad[0].error if bad[0] else "no answer")
     return round(sum(len(x.generated_tokens) for x in found) / seconds)
 
 
@@ -139,22 +151,23 @@ def attempted(name, work):
 
 
 def best_generate(models, prompts, new_tokens, batch_sizes):
-    """The (dtype, batch size) with which generate samples most tokens per second. First all dtypes are tried
-    with the last batch size, then the other sizes with the best dtype."""
+    """{(dtype, batch size): (tokens per second of generate, seconds)}, the fastest first. First all dtypes
+    are tried with the last batch size, then the other sizes with the best dtype."""
     rates = {}
 
     def rate(dtype, size):
         start = time.perf_counter()
         tokens = generate(models[dtype], prompts, size, new_tokens)
-        rates[dtype, size] = tokens / (time.perf_counter() - start)
-        print(f"  generate, {dtype}, batch size {size}: {rates[dtype, size]:.0f} tokens/s")
+        seconds = time.perf_counter() - start
+        rates[dtype, size] = tokens / seconds, seconds
+        print(f"  generate, {dtype}, batch size {size}: {tokens / seconds:.0f} tokens/s")
 
     for dtype in models:
         rate(dtype, batch_sizes[-1])
     best, _ = max(rates, key=rates.get)
     for size in batch_sizes[:-1]:
         rate(best, size)
-    return max(rates, key=rates.get)
+    return dict(sorted(rates.items(), key=lambda item: -item[1][0]))
 
 
 def needed_bytes(model, prompts, new_tokens, slots, bytes_each):
@@ -187,22 +200,23 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
     set_precision("auto", torch.device(device))  # without cuDNN's attention, which would slow generate down
     base = policy(size, mean_length, vocabulary, device=device)
     models = {d: policy(size, mean_length, vocabulary, device=device).to(getattr(torch, d)) for d in dtypes}
-    dtype, batch_size = best_generate(models, prompts, new_tokens, batch_sizes)
+    tried = best_generate(models, prompts, new_tokens, batch_sizes)
+    dtype, batch_size = next(iter(tried))
+    their_rate, their_seconds = tried[dtype, batch_size]
     pack_sequences(base.base_model)
     ours = fast_dtype("auto", base.device)
-    sampler, tokens = Sampler(base, ours, slots), {"engine": [], "generate": []}
+    sampler, tokens = make_sampler(base, ours, slots, prompts, new_tokens), {"engine": [], "generate": []}
     engine(sampler, prompts, new_tokens)
-    seconds = in_turns(
-        {
-            "engine": lambda: tokens["engine"].append(engine(sampler, prompts, new_tokens)),
-            "generate": lambda: tokens["generate"].append(
-                generate(models[dtype], prompts, batch_size, new_tokens)
-            ),
-        },
-        REPETITIONS,
-        warm_up=0,  # both have just run
-    )
+    work = {"engine": lambda: tokens["engine"].append(engine(sampler, prompts, new_tokens))}
+    once = device != "cpu" and their_seconds > LONG
+    if not once:
+        work["generate"] = lambda: tokens["generate"].append(
+            generate(models[dtype], prompts, batch_size, new_tokens)
+        )
+    seconds = in_turns(work, REPETITIONS, warm_up=0)  # both have just run
     rates = {k: [n / s for n, s in zip(tokens[k], seconds[k], strict=True)] for k in seconds}
+    if once:
+        rates["generate"] = [their_rate] * REPETITIONS
     ratios = [a / b for a, b in zip(rates["engine"], rates["generate"], strict=True)]
     result = {
         "case": name,
@@ -219,45 +233,50 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
     return result
 
 
-def measure_peers(name, size, prompts, new_tokens, mean_length, device, dtype=torch.bfloat16):
+def measure_peers(name, size, prompts, new_tokens, mean_length, device, dtype=None):
     """Tokens per second of the peers beside ``generate``, for the same case as ``measure``."""
     set_precision("auto", torch.device(device))
     base = policy(size, mean_length, vocabulary_of(size), device=device)
-    theirs = copy.deepcopy(base).to(dtype)
-    peers = {"continuous batching": partial(continuous_rate, theirs, prompts, new_tokens)}
-    pack_sequences(base.base_model)
     ours = fast_dtype("auto", base.device)
+    theirs = copy.deepcopy(base).to(dtype or ours)
+    pack_sequences(base.base_model)
+    peers = {}
     for without_these in PARTS:
         work = partial(rate_without, without_these, base, ours, len(prompts), prompts, new_tokens)
         peers[f"without {' and '.join(without_these)}"] = work
+    peers["continuous batching"] = partial(continuous_rate, theirs, prompts, new_tokens)
     if mean_length is None and device != "cpu" and installed("vllm"):
         peers["vLLM"] = partial(vllm_rate, theirs, prompts, new_tokens)
     found = {f"{peer}, tokens/s": attempted(f"{name}, {size}, {peer}", work) for peer, work in peers.items()}
     return {"case": name, "model": size, **found}
 
 
-def cases_of_gpu(sizes=("0.5B", "512x8"), device="cuda"):
-    """By worth: one length at both sizes; nano-vllm's workload, 256 prompts of 100 to 1,024 tokens and
-    responses of 562 in the mean (of at most 1,024: without that limit 760); a step's batch of 256; short
-    responses of varying length. Then the other peers of each."""
-    found, peers = [], []
+def workloads_of_gpu():
+    """By worth, as arguments of ``measure``: one length at both sizes; short responses of varying length; a
+    step's batch of 256; nano-vllm's workload, 256 prompts of 100 to 1,024 tokens and responses of 562 in the
+    mean (of at most 1,024: without that limit 760)."""
     for name, size, count, shortest, longest, new_tokens, mean in (
-        ("fixed", sizes[0], 128, 32, 32, 512, None),
-        ("fixed", sizes[1], 128, 32, 32, 512, None),
-        ("nano-vllm", sizes[0], 256, 100, 1024, 1024, 760),
-        ("fixed, a batch", sizes[0], 256, 32, 32, 239, None),
-        ("varying", sizes[1], 256, 16, 48, 128, 32),
+        ("fixed", "0.5B", 128, 32, 32, 512, None),
+        ("fixed", "512x8", 128, 32, 32, 512, None),
+        ("varying", "512x8", 256, 16, 48, 128, 32),
+        ("fixed, a batch", "0.5B", 256, 32, 32, 239, None),
+        ("nano-vllm", "0.5B", 256, 100, 1024, 1024, 760),
     ):
         prompts = make_prompts(count, shortest, longest, vocabulary=vocabulary_of(size))
-        case = name, size, prompts, new_tokens, mean
-        found.append(partial(measure, *case, [count], count, device, ["bfloat16"]))
-        peers.append(partial(measure_peers, *case, device))
-    return found + peers
+        yield name, size, prompts, new_tokens, mean
+
+
+def peer_cases(device):
+    return [partial(measure_peers, *case, device) for case in workloads_of_gpu()]
 
 
 def cases(device):
     if device != "cpu":
-        return cases_of_gpu()
+        dtype = str(fast_dtype("auto", torch.device(device)))[6:]
+        return [
+            partial(measure, *case, [len(case[2])], len(case[2]), device, [dtype])
+            for case in workloads_of_gpu()
+        ]
     fixed, varying = (("512x8", *work) for work in workloads().values())
     return [
         partial(measure, "fixed", *fixed, [64], 64, device),
@@ -266,10 +285,6 @@ def cases(device):
 
 
 def rows(results):
-    cases = {}
-    for r in results:  # of a case those of its peers may follow
-        key = r["case"], r["model"]
-        cases[key] = cases.get(key, {}) | r
-    for r in cases.values():
+    for r in results:
         rates = {k: f"{v['median']:.0f}" for k, v in r.items() if isinstance(v, dict)}
         yield r | rates | ({"ratio": show(r["ratio"])} if rates else {})

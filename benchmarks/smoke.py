@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 from common import EOS, copy_rate, matrix_rate, policy, vocabulary_of
-from generation import make_prompts, without
+from generation import make_prompts, make_sampler, without
 from update import make_rollout, needed_operations, ours
 
 from trainer.compute import kernels
@@ -98,8 +98,8 @@ def rollout_of_a_large_model(device):
     vocabulary = vocabulary_of(size)
     dtype = fast_dtype("auto", torch.device(device))
     model = policy(size, vocabulary=vocabulary, device=device)
-    sampler = Sampler(model, dtype, rows)
     prompts = make_prompts(rows, 32, 32, vocabulary=vocabulary)
+    sampler = make_sampler(model, dtype, rows, prompts, new_tokens)
     keys = noise_keys(0, 0, range(rows))
     sampler.sample(prompts, keys, [EOS], 8, 1.0)
     start = time.perf_counter()

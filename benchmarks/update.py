@@ -18,15 +18,15 @@ from trainer import ppo
 from trainer.compute.batching import Layout, micro_batches, tokens_per_pass
 from trainer.compute.cpu import kernels
 from trainer.compute.memory import keep_freed_memory
-from trainer.compute.precision import autocast, set_precision
+from trainer.compute.precision import autocast, fast_dtype, set_precision
 from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import PolicyScorer, pack_sequences
 
 REPETITIONS = 3
 FLOATS = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
 CASES = [("512x8", "float32"), ("512x8", "bfloat16"), ("128x4", "float32")]
-# On a GPU: (size, dtype, sequences, response tokens of each or None for varying ones)
-GPU_CASES = [("0.5B", "bfloat16", 256, 239), ("512x8", "bfloat16", 256, None)]
+# On a GPU, in the type that --dtype auto chooses: (size, sequences, response tokens or None for varying ones)
+GPU_CASES = [("0.5B", 256, 239), ("512x8", 256, None)]
 
 
 def make_rollout(rows=64, seed=0, device="cpu", response=None, vocabulary=VOCABULARY):
@@ -142,10 +142,8 @@ def measure(size, dtype_name, device, sequences=64, response=None):
 def cases(device):
     if device == "cpu":
         return [partial(measure, size, dtype, device) for size, dtype in CASES]
-    return [
-        partial(measure, size, dtype, device, sequences, response)
-        for size, dtype, sequences, response in GPU_CASES
-    ]
+    dtype = str(fast_dtype("auto", torch.device(device)))[6:]
+    return [partial(measure, size, dtype, device, *lengths) for size, *lengths in GPU_CASES]
 
 
 def rows(results):

@@ -3,9 +3,12 @@
 import io
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,8 @@ import torch
 from tiny import PYTHON, ROOT, word_tokenizer
 
 from trainer.compute.batching import Layout
+from trainer.compute.cpu import kernels as cpu
+from trainer.compute.kernels import kernels_of
 from trainer.rewards.combine import Reward
 
 TINY = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -78,12 +83,29 @@ def test_generation_beside_generate_and_other_peers(benchmark, monkeypatch):
     found = generation.measure_peers(*given, "cpu", torch.float32)
     rates = {name: rate for name, rate in found.items() if name.endswith(", tokens/s")}
     assert len(rates) == 4 and all(rate > 0 for rate in rates.values())
+    fused = {}
+    for parts in ((), ("kernels",)):
+        with generation.without(*parts):
+            sampler = generation.make_sampler(benchmark("common").policy(TINY), torch.float32, 2, given[2], 5)
+            generation.engine(sampler, given[2], 5)
+            assert sampler.engine.slots == 2  # of three sequences
+            fused[parts] = sampler.engine.cache.fused, kernels_of("cpu")
+    assert fused == {(): (True, cpu), ("kernels",): (False, None)}
     assert generation.attempted("a peer", lambda: 1 / 0) == "ZeroDivisionError: division by zero"
     spread = {"median": 2.0, "least": 1.0, "most": 3.0}
     ours = {"case": "fixed", "model": "a", "engine tokens/s": spread, "ratio": spread}
-    (row,) = generation.rows([ours, found | {"model": "a"}])
     shown = {"case": "fixed", "model": "a", "engine tokens/s": "2", "ratio": "2.0 (1.0 to 3.0)"}
-    assert row == shown | rates
+    assert [*generation.rows([ours, rates])] == [shown, rates]
+    calls = []
+    monkeypatch.setattr(generation, "generate", lambda *given: calls.append(given) or 15)
+    for longest, count in ((0, 1), (60, 2)):  # on a GPU a slow peer is measured once
+        monkeypatch.setattr(generation, "LONG", longest)
+        found = generation.measure(*given, [3], 2, torch.device("cpu"), ["float32"])  # which is not "cpu"
+        assert len(calls) == count and found["generate tokens/s"]["median"] > 0
+        calls.clear()
+    assert [case.args[1] for case in generation.peer_cases("cpu")] == [
+        case[1] for case in generation.workloads_of_gpu()
+    ]
 
 
 def test_what_decoding_and_a_step_without_a_critic_need_by_hand(benchmark):
@@ -170,6 +192,26 @@ def test_the_parts_for_a_gpu_end_in_time_and_keep_what_they_had(benchmark, monke
     assert page.partition("| part |\n")[2] == wanted
 
 
+END_OF_GPU = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+import gpu
+gpu.command = lambda part: [sys.executable, "-c", "import os, time; print(os.getpid()); time.sleep(600)"]
+gpu.main(["smoke"], time.monotonic())
+"""
+
+
+def test_a_part_ends_with_the_program_that_started_it(tmp_path):
+    environment = {**os.environ, "RESULTS": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-c", END_OF_GPU, str(ROOT / "benchmarks")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        part = int(process.stdout.readline())
+        process.terminate()
+        assert process.wait(60) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(part, 0)
+
+
 def test_the_tests_for_a_gpu_start_without_xdist():
     command = [
         PYTHON,
@@ -196,6 +238,13 @@ def test_a_case_that_fails_leaves_the_others(benchmark, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="not all could be measured: generation"):
         main.main(["--device", "cpu", "generation"])
     assert written == [1, 2, 3]
+    cases[1] = partial(signal.raise_signal, signal.SIGINT)  # its time is up: what it has is shown
+    capsys.readouterr()
+    with pytest.raises(KeyboardInterrupt):
+        main.main(["--device", "cpu", "generation"])
+    assert "## generation, cpu\n\n| x |\n|---|\n| 1 |\n\n" in capsys.readouterr().out
+    cases[1] = lambda: 1 / 0
+    assert not main.run("generation", "cpu")
     cases[:] = [lambda: {"error": "no luck"}]
     monkeypatch.setitem(sys.modules, "smoke", module)
     assert not main.run("smoke", "cpu")  # a check that failed is a line, and the part has failed

@@ -22,6 +22,7 @@ from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 
 pytestmark = on_gpu.needs_gpu
+UNFREEZES = True  # see conftest.py: the models of a run must be gone when the next one looks for free memory
 
 
 @pytest.fixture(autouse=True)
@@ -185,14 +186,15 @@ def test_a_deterministic_run_resumes_bit_for_bit(tmp_path, more, dtype):
     tiny.same_run(tmp_path / "whole/r", tmp_path / "parts/r", 4)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@on_gpu.needs_real_gpu
 def test_two_processes_equal_one(tmp_path):
+    """Each on a GPU of its own, or on the only one."""
     more = {"batch_size": 16, "mini_batch_size": 8, "epochs": 9, "max_steps": 4, "save_interval": 4}
     more |= {"learning_rate": 1e-3, "run_name": "r", "device": "cuda", "dtype": "float32"}
     files = run_files(tmp_path / "files", **more)
     one, two = tmp_path / "one/r", tmp_path / "two/r"
-    tiny.finish(tiny.launch(tiny.flags(**files, out_dir=one.parent)), seconds=120)
-    half = {"batch_size": 8, "mini_batch_size": 4, "out_dir": two.parent}
+    train(one.parent, **files)
+    half = {"batch_size": 8, "mini_batch_size": 4, "out_dir": two.parent, "device": "cuda:0"}
     tiny.finish(tiny.launch_torchrun(2, tiny.flags(**{**files, **half})), seconds=180)
     assert_near(*(tiny.read_jsonl(folder / "metrics.jsonl") for folder in (one, two)), 1e-3)
     same_weights(one, two, 4, names=("actor", "critic"), most=1e-4)

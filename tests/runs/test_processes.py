@@ -15,9 +15,11 @@ from test_resume import steps_in, wait_for_steps
 from tiny import finish, flags, launch_torchrun, launch_two, read_jsonl
 from transformers import AutoTokenizer
 
+from errors import InputError
 from model.weights import PIECE
 from trainer import train_ppo
-from trainer.runs.distributed import World
+from trainer.runs import distributed
+from trainer.runs.distributed import World, init_world
 
 ALONE = World(0, 1, torch.device("cpu"))
 STEPS = 6
@@ -305,3 +307,30 @@ def test_equal_weights_in_another_order_are_different_weights(monkeypatch):
         World(0, 2, ALONE.device).check_identical(actor=torch.nn.ParameterList(pair))
     assert sent[0] == sent[1]
     assert len({checksum["actor"] for checksum in sent}) == len(sent) - 1
+
+
+GPUS = [  # --device, GPUs, processes here -> the GPU of process 1 and what sums go through
+    ("cuda", 2, "2", "cuda:1", "nccl"),
+    ("cuda:0", 2, "2", "cuda:1", "nccl"),  # MiniMind's default means no one GPU
+    ("cuda:0", 1, "2", "cuda:0", "gloo"),  # nccl refuses two processes on one GPU
+    ("cuda", 1, "2", "--device cuda: .*: 2 processes and 1 GPUs here: start one for each GPU", ""),
+    ("cuda", 1, "1", "cuda:1", "nccl"),  # two machines: this one's launcher counts otherwise
+]
+
+
+@pytest.mark.parametrize(("device", "gpus", "here", "wanted", "backend"), GPUS)
+def test_each_process_takes_a_gpu(monkeypatch, device, gpus, here, wanted, backend):
+    started = []
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda place: None)
+    monkeypatch.setattr(distributed.torch, "zeros", lambda size, device: None)
+    monkeypatch.setattr(distributed.dist, "rendezvous", lambda url: iter([(None, 1, 2)]))
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda name, **more: started.append(name))
+    if not backend:
+        with pytest.raises(InputError, match=wanted):
+            init_world(device)
+    else:
+        assert init_world(device) == World(1, 2, torch.device(wanted))
+        assert started == [backend]

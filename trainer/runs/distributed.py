@@ -145,30 +145,42 @@ class World:
             return
         if raised[0] is None:
             dist.destroy_process_group()
-        elif self.device.type == "cuda":
+        elif dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()  # destroying it would wait for the others
 
 
 def init_world(device: str, require: int = False) -> World:
     """Join the processes that ``torchrun`` started, if it did -> ``World``.
 
-    device: --device, "" for a GPU if there is one; require: --ddp. Raises InputError if the device cannot be
+    device: --device, "" for a GPU if there is one; require: --ddp. Each process takes a GPU of its own; where
+    there are fewer GPUs, --device cuda:N puts all on that one. Raises InputError if the device cannot be
     used, or if ``require`` is set and torchrun has not started this process.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this machine
+    backend = "gloo"
     if require and "WORLD_SIZE" not in os.environ:
         raise InputError(f"--ddp: start with 'torchrun --nproc_per_node N {sys.argv[0]} …'")
     with as_input_error(f"--device {device}: not usable here (--device cpu always is)"):
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if place.type == "cuda":
-            place = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if size > 1 else place.index or 0)
+            gpus = torch.cuda.device_count()
+            number = place.index or 0
+            if size > 1 and processes <= gpus:
+                number = int(os.environ["LOCAL_RANK"])
+                backend = "nccl"  # which refuses two processes on one GPU
+            elif size > 1 and gpus and place.index is None:
+                raise InputError(
+                    f"{processes} processes and {gpus} GPUs here: start one for each GPU (--nproc_per_node), "
+                    "or put all on one with --device cuda:0, which is slow"
+                )
+            place = torch.device("cuda", number)
             torch.cuda.set_device(place)
         elif place.type != "cpu":  # mps has no fp64, in which sampling and metrics are computed
             raise InputError("only cpu and cuda are supported")
         torch.zeros(1, device=place)
     if size == 1:
         return World(0, 1, place)
-    backend = "nccl" if place.type == "cuda" else "gloo"
     store, rank, size = next(dist.rendezvous("env://"))
     dist.init_process_group(
         backend, store=store_of_attempt(store), rank=rank, world_size=size, timeout=PATIENCE
