@@ -12,7 +12,7 @@ from tiny import flags, read_jsonl, refused, request_of, run_files
 from errors import InputError
 from trainer import train_ppo
 from trainer.rewards import reward_server
-from trainer.rewards.reward_server import PAUSES, ask_server
+from trainer.rewards.reward_server import PAUSES, RewardServer
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 2, "critic_warmup_steps": 0}
 
@@ -65,7 +65,7 @@ def ask(url, count=3, timeout=10.0):
     responses = [" ".join("a" * n) for n in range(1, count + 1)]
     texts = ["user b </s> assistant "] * count  # the prompts as the policy reads them
     asked = request_of(["b"] * count, responses, ["c"] + [None] * (count - 1), texts=texts)
-    return ask_server(url, asked, timeout)
+    return RewardServer(url, timeout)(asked)
 
 
 def test_what_is_sent_is_what_openrlhf_sends_and_large_batches_go_in_pieces(monkeypatch):

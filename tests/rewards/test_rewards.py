@@ -187,7 +187,7 @@ def test_every_flag_reaches_the_reward(tmp_path):
         assert {name: weight for name, (_, weight) in reward.models.items()} == weights
         for model, _ in reward.models.values():
             assert model.model.get_input_embeddings().weight.dtype == torch.bfloat16
-    assert wanted.items() <= vars(reward).items() and reward.reward_url == ""
+    assert wanted.items() <= vars(reward).items() and reward.server is None
 
 
 def test_a_step_logs_the_mean_of_each_part_and_the_share_at_the_limit(tmp_path):

@@ -49,7 +49,7 @@ from trainer.rewards.reward_function import (
     load_reward_function,
 )
 from trainer.rewards.reward_models import RewardModel, RewardModels, load_reward_models
-from trainer.rewards.reward_server import ask_server
+from trainer.rewards.reward_server import RewardServer
 
 Parts = dict[str, Tensor]  # {name of the part: scores [B]}
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
@@ -116,14 +116,14 @@ class Reward:
 
     models: RewardModels = field(default_factory=dict)
     function: RewardFunction | None = None  # the user's
+    server: RewardServer | None = None
     reasoning: bool = False
     normalize_reward: bool = False
     # None until ``PpoRun.begin`` has chosen it (options/missing_eos.py): no response pays it
     missing_eos_penalty: float | None = 0.0
     repetition_penalty: float = 0.0
     length_reward: float = 0.0
-    reward_url: str = ""  # of a server
-    reward_timeout: float = 0.0  # seconds that the function or the server may take, 0 for no limit
+    reward_timeout: float = 0.0  # seconds that the function may take, 0 for no limit
     max_gen_len: int = 0
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
@@ -159,9 +159,8 @@ class Reward:
         if self.function:
             scores, raw.steps = call_reward_function(self.function, request, self.reward_timeout)
             parts["function"] = finite("--reward_fn", scores, texts)
-        if self.reward_url:
-            scores = ask_server(self.reward_url, request, self.reward_timeout)
-            parts["server"] = finite("--reward_url", scores, texts)
+        if self.server:
+            parts["server"] = finite("--reward_url", self.server(request), texts)
         if self.repetition_penalty:
             parts["repetition"] = [-rules.repetition_penalty(text, self.repetition_penalty) for text in said]
         if self.length_reward:
@@ -311,7 +310,7 @@ def load_reward(
         # Before the models, which take long.
         function=load_reward_function(args.reward_fn, of_run, *datasets),
         models=load_reward_models(args.reward_model, args, device, dtype),
-        reward_url=args.reward_url,
+        server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,
         reasoning=args.reasoning,
         normalize_reward=args.normalize_reward,
         missing_eos_penalty=args.missing_eos_penalty,

@@ -67,6 +67,10 @@ class RewardModel(ABC):
     pairs = False  # whether it reads prompt and response as two texts
 
     @abstractmethod
+    def __post_init__(self) -> None:
+        """Check the model, and choose how it computes. Raises InputError."""
+
+    @abstractmethod
     def __call__(self, conversations: Conversations) -> Tensor:
         """N pairs (prompt, response) -> scores [N], fp32 on the CPU."""
 

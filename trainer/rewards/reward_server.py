@@ -12,6 +12,7 @@ import json
 import sys
 import time
 import urllib.request
+from dataclasses import dataclass
 from http.client import HTTPException
 from urllib.error import HTTPError
 
@@ -24,48 +25,57 @@ BATCH = 64  # responses in one request
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try of a request, the third …
 
 
-def ask_server(url: str, request: Request, seconds: float) -> list[float]:
-    """A ``Request`` of B responses -> their B scores. seconds: ``--reward_timeout``, without a byte of the
-    reply, 0 for no limit. What may pass is asked again after 1, 2, 4 and 8 seconds. Raises InputError after
-    the last try; at once if the server refuses the request; and for a reply that does not have one number
-    per response. The run then saves and ends; it can be resumed, also with another URL."""
-    found: list[float] = []
-    for start in range(0, len(request.responses), BATCH):
-        prompts = request.prompts[start : start + BATCH]
-        responses = request.responses[start : start + BATCH]
-        texts = [prompt.text for prompt in prompts]
-        asked = {
-            "query": [text + response for text, response in zip(texts, responses, strict=True)],
-            "prompts": texts,
-            "labels": [prompt.answer for prompt in prompts],
-            "responses": responses,
-            "messages": [prompt.prompt for prompt in prompts],
-        }
-        reply = _post_until_it_works(url, json.dumps(asked).encode(), seconds)
-        match reply:
-            case {"rewards": [*scores]} if [*map(type, scores)] == [float] * len(responses):
-                found += scores
-            case _:
-                raise InputError(
-                    f"--reward_url {url}: the answer {json.dumps(reply)[:100]} is not "
-                    f'{{"rewards": [a number for each of {len(responses)} responses]}}'
-                )
-    return found
+@dataclass
+class RewardServer:
+    """Call it with a ``Request`` of B responses -> B scores. timeout: ``--reward_timeout``, the seconds
+    without a byte of the reply, 0 for no limit. What may pass is asked again after 1, 2, 4 and 8 seconds.
 
+    Raises InputError after the last try; at once if the server refuses the request; and for a reply that does
+    not have one number per response. The run then saves and ends; it can be resumed, also with another URL.
+    """
 
-def _post_until_it_works(url, data, seconds):
-    for pause in (*PAUSES, None):
-        try:
-            request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=seconds or None) as reply:
-                return json.loads(reply.read(), parse_int=float)
-        except HTTPError as error:
-            reason = f"{error.code} {error.reason}"
-            if error.code < 500 and error.code not in (408, 429):  # timeout, too many requests: try again
-                raise InputError(f"--reward_url {url}: it refuses the request ({reason})") from None
-        except (OSError, HTTPException, ValueError) as error:  # ValueError: the reply is not JSON
-            reason = first_line(error)
-        if pause:
-            tqdm.write(f"note: --reward_url: {reason}; asking again in {pause:g} s", file=sys.stderr)
-            time.sleep(pause)
-    raise InputError(f"--reward_url {url}: {reason}, {len(PAUSES) + 1} times; is the server running?")
+    url: str
+    timeout: float
+
+    def __call__(self, request: Request) -> list[float]:
+        found: list[float] = []
+        for start in range(0, len(request.responses), BATCH):
+            prompts = request.prompts[start : start + BATCH]
+            responses = request.responses[start : start + BATCH]
+            texts = [prompt.text for prompt in prompts]
+            asked = {
+                "query": [text + response for text, response in zip(texts, responses, strict=True)],
+                "prompts": texts,
+                "labels": [prompt.answer for prompt in prompts],
+                "responses": responses,
+                "messages": [prompt.prompt for prompt in prompts],
+            }
+            reply = self._post_until_it_works(json.dumps(asked).encode())
+            match reply:
+                case {"rewards": [*scores]} if [*map(type, scores)] == [float] * len(responses):
+                    found += scores
+                case _:
+                    raise InputError(
+                        f"--reward_url {self.url}: the answer {json.dumps(reply)[:100]} is not "
+                        f'{{"rewards": [a number for each of {len(responses)} responses]}}'
+                    )
+        return found
+
+    def _post_until_it_works(self, data):
+        for pause in (*PAUSES, None):
+            try:
+                request = urllib.request.Request(self.url, data, {"Content-Type": "application/json"})
+                with urllib.request.urlopen(request, timeout=self.timeout or None) as reply:
+                    return json.loads(reply.read(), parse_int=float)
+            except HTTPError as error:
+                reason = f"{error.code} {error.reason}"
+                if error.code < 500 and error.code not in (408, 429):  # timeout, too many requests: try again
+                    raise InputError(f"--reward_url {self.url}: it refuses the request ({reason})") from None
+            except (OSError, HTTPException, ValueError) as error:  # ValueError: the reply is not JSON
+                reason = first_line(error)
+            if pause:
+                tqdm.write(f"note: --reward_url: {reason}; asking again in {pause:g} s", file=sys.stderr)
+                time.sleep(pause)
+        raise InputError(
+            f"--reward_url {self.url}: {reason}, {len(PAUSES) + 1} times; is the server running?"
+        )

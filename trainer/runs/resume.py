@@ -61,7 +61,16 @@ class RunFolder:
                 except FileExistsError:  # another new run has just taken this number
                     if named:
                         raise InputError(f"{self.path}: is a file; give another --run_name") from None
-            self._lock()
+            # Until this process ends or dies. Windows lets nobody read a locked file: ``.lock`` names the process.
+            self._held = FileLock(self.path / ".lock.held", thread_local=False)
+            owner = self.path / ".lock"
+            try:
+                self._held.acquire(timeout=0)
+            except Timeout:
+                raise InputError(
+                    f"{self.path} is in use by {owner.read_text('utf-8')}; stop that process or name another run"
+                ) from None
+            owner.write_text(f"process {os.getpid()} on {platform.node()}", "utf-8")
         if not resume and (found or (self.path / "config.json").exists()):
             raise InputError(
                 f"--run_name {run_name}: {self.path} holds a run; add --resume auto or change the name"
@@ -69,19 +78,6 @@ class RunFolder:
         self.checkpoint, self.notes = checkpoints.newest_intact(found)
         if resume and not found:
             self.notes.append(f"note: --resume: no checkpoint in {self.path}, so it begins at step 1")
-
-    def _lock(self) -> None:
-        """Lock the folder, until this process ends or dies. What is locked is a second file, because Windows
-        lets nobody read a locked one: ``.lock`` names the process."""
-        self._held = FileLock(self.path / ".lock.held", thread_local=False)
-        named = self.path / ".lock"
-        try:
-            self._held.acquire(timeout=0)
-        except Timeout:
-            raise InputError(
-                f"{self.path} is in use by {named.read_text('utf-8')}; stop that process or name another run"
-            ) from None
-        named.write_text(f"process {os.getpid()} on {platform.node()}", "utf-8")
 
     def write_config(self) -> None:
         """Write ``config`` to config.json."""
