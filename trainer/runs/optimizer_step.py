@@ -213,7 +213,7 @@ def moments_of(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
         half = isinstance(optimizer, AdamWInHalf)
         state["step"] = torch.zeros((), device="cpu" if half else p.device)
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(p, dtype=torch.bfloat16 if half else torch.float32)
+            state[name] = torch.zeros_like(p, dtype=torch.bfloat16 if half else None)
     return state
 
 
