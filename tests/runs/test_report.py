@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -36,7 +35,7 @@ def finding(level, step):
     causes = ["a high --learning_rate", "a small --kl_coef"]
     symptom = "the <b>policy</b> is far from its start"
     rule = Rule("kl_far", symptom, ["kl/k1 2.0"], causes, "--kl_coef 0.06", "a paper")
-    return replace(rule, level=level, step=step)
+    return rule._replace(level=level, step=step)
 
 
 @pytest.fixture(scope="module")

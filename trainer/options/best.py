@@ -8,9 +8,8 @@ run that is evaluated in another way the best begins anew.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from atomic_files import write_whole, writing
 from errors import InputError
@@ -20,8 +19,7 @@ WEIGHTS = "best.pth"  # in the run folder
 EVALUATION = "best.json"
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(NamedTuple):
     """The best evaluation so far. source: what the values depend on besides the actor, as text: values of
     another source cannot be compared; metric: "eval/…", "" before it is chosen; value: -inf before the first
     evaluation; step: of that evaluation, 0 means that there are no weights."""
@@ -37,7 +35,7 @@ class Best:
         if name not in metrics:
             return None
         value = metrics[name]
-        return replace(self, metric=name, value=value, step=step) if value > self.value else None
+        return self._replace(metric=name, value=value, step=step) if value > self.value else None
 
     def follows(self, earlier: "Best") -> bool:
         """Whether evaluations to come can be compared with an earlier one, or there will be none."""
@@ -94,7 +92,7 @@ def best_so_far(folder: Path, best: Best, logger: Any) -> Best:
 def write_best(folder: Path, best: Best) -> None:
     """Write what ``best_so_far`` reads. Raises InputError where the disk is full."""
     with writing(folder):
-        write_whole(folder / EVALUATION, json.dumps(asdict(best)))
+        write_whole(folder / EVALUATION, json.dumps(best._asdict()))
 
 
 def usual_metric(found: Mapping[str, float]) -> str:

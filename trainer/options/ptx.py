@@ -49,8 +49,7 @@ class Ptx:
         with self.world.all_or_none():
             for number in range(step * self.per_batch, (step + 1) * self.per_batch):
                 places = global_batch(len(self.data), self.seed, number, self.size)
-                mine = places[self.world.rank :: self.world.size]
-                self.items[number] = [self.data[place] for place in mine]
+                self.items[number] = [self.data[place] for place in self.world.share_of(places)]
         counts = [sum(sum(mask[1:]) for _, mask in items) for items in self.items.values()]
         totals = self.world.sum(torch.tensor(counts, device=self.world.device)).clamp(min=1)
         self.learned = dict(zip(self.items, totals.tolist(), strict=True))

@@ -66,7 +66,7 @@ class Replay:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps."""
-        return {name: x.contiguous() for name, x in self.kept.filled().items()} if self.kept else {}
+        return self.kept.filled() if self.kept else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned."""

@@ -127,11 +127,8 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
     the records a list of B. ``of_run`` has names that are no fields."""
     asked = wanted(function)
     records = [prompt.record for prompt in request.prompts]
-    names = {name for name, p in asked.items() if must_have(p)}.union(*records)
-    if any(p.kind == p.VAR_KEYWORD for p in asked.values()):
-        names -= inspect.signature(function).parameters.keys() - asked.keys()
-    else:
-        names &= asked.keys()
+    needed = {name for name, p in asked.items() if must_have(p)}
+    names = needed.union(fields_read(function, set().union(*records)))
     found: dict[str, object] = {name: [record.get(name) for record in records] for name in sorted(names)}
     return found | {name: value for name, value in request.of_run.items() if name in asked}
 
@@ -140,7 +137,8 @@ def fields_read(function: RewardFunction, columns: Iterable[str]) -> list[str]:
     """Those of the records' fields (columns) that a function asks for."""
     asked = wanted(function)
     takes_all = any(p.kind == p.VAR_KEYWORD for p in asked.values())
-    return [name for name in columns if takes_all or name in asked]
+    first = inspect.signature(function).parameters.keys() - asked.keys()  # prompts, responses, answers
+    return [name for name in columns if name in asked or (takes_all and name not in first)]
 
 
 def code_hash(flag: str) -> str:

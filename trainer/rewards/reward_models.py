@@ -62,8 +62,9 @@ class RewardModel(ABC):
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
     in_step: InStep | None = None  # where the model is sharded
-    pairs: bool = field(init=False, default=False)  # whether it reads prompt and response as two texts
     root: nn.Module = field(init=False)  # what is sharded, of a classifier
+
+    pairs = False  # whether it reads prompt and response as two texts
 
     @abstractmethod
     def __post_init__(self) -> None:

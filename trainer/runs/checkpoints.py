@@ -24,7 +24,7 @@ from model.loading import as_input_error
 from model.lora import learned, trained
 from model.weights import whole
 from trainer.runs.base import Progress, Run
-from trainer.runs.optimizer_step import zero_moments
+from trainer.runs.optimizer_step import moments_of
 
 SUMS = "SHA256SUMS"
 
@@ -71,9 +71,8 @@ def _tensors(run: Run) -> Iterator[tuple[str, dict[str, Tensor]]]:
     for name, module in run.modules.items():
         yield name, dict(learned(module))
     for name, learner in run.learners.items():
-        optimizer = learner.optimizer
         # Numbered in the order of the model, which sharding does not change.
-        states = enumerate(optimizer.state[p] or zero_moments(optimizer, p) for p in trained(learner.model))
+        states = enumerate(moments_of(learner.optimizer, p) for p in trained(learner.model))
         moments = {f"{number}.{kind}": x for number, state in states for kind, x in state.items()}
         yield f"{name}_optimizer", moments
 
@@ -162,19 +161,22 @@ def newest_intact(found: list[Path]) -> tuple[Path | None, list[str]]:
 # ------------------------------------------------------------------------------------------------ loading
 
 
+@torch.no_grad()
 def load(path: Path, run: Run) -> None:
     """Load an undamaged checkpoint into a run. Raises InputError if it is of another model."""
     with as_input_error(f"--resume {path}: cannot be loaded"):
         # Learning rates and coefficients come from the flags, as in a new run.
-        for learner in run.learners.values():
-            for p in trained(learner.model):
-                learner.optimizer.state[p] = zero_moments(learner.optimizer, p)
         for name, tensors in _tensors(run):
             stored = load_file(path / f"{name}.safetensors")
             for key, x in tensors.items():
-                # Older versions keep no moments of a parameter that has not been stepped yet: they are 0.
-                if key in stored or not name.endswith("_optimizer"):
-                    _fill(x, stored[key])
+                if name.endswith("_optimizer") and key not in stored:
+                    continue  # older versions keep no moments of what has not been stepped yet: they are 0
+                found = stored[key]
+                if isinstance(x, DTensor):  # this process has some of its rows
+                    found = distribute_tensor(
+                        found.to(x.device), x.device_mesh, x.placements, src_data_rank=None
+                    )
+                x.copy_(found)
         saved = json.loads((path / "state.json").read_bytes())
         for name, holder in run.states.items():
             file = path / f"{name}.safetensors"
@@ -183,13 +185,3 @@ def load(path: Path, run: Run) -> None:
         run.saved_step = run.progress.step
         if run.saved_step > run.total_steps:
             raise InputError(f"state.json is at step {run.saved_step} of {run.total_steps}")
-
-
-@torch.no_grad()
-def _fill(x: Tensor, stored: Tensor) -> None:
-    """Copy a stored tensor, or the rows that this process has of it, into ``x``."""
-    if stored.shape != x.shape:
-        raise ValueError(f"shapes {list(stored.shape)} and {list(x.shape)} differ")
-    if isinstance(x, DTensor):
-        stored = distribute_tensor(stored.to(x.device), x.device_mesh, x.placements, src_data_rank=None)
-    x.copy_(stored)

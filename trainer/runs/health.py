@@ -10,11 +10,10 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 Known = dict[str, Any]  # {name: value} of flags, facts, metrics, conclusions
 WRONG = "wrong"  # the levels of a finding
@@ -201,8 +200,7 @@ class Past:
 MOVE = re.compile(r" ?--(\w+) ([x/]?)(\d[\w.+-]*)")  # of a remedy
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A row of health.toml, which says what its fields mean. A finding, something that is unusual in a run
     (level "look") or cannot be right ("wrong") since a step, is its row, with the numbers of the run in the
     texts."""
@@ -231,8 +229,7 @@ def finding_of(rule: Rule, past: Past, seen: Known, level: str) -> Rule:
     for text in rule.numbers:
         with suppress(KeyError, TypeError, ValueError):  # a value that is not known
             numbers.append(text.format_map(known))
-    return replace(
-        rule,
+    return rule._replace(
         level=level,
         step=seen["since"],
         symptom=rule.symptom.format_map(known),

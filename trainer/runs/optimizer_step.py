@@ -118,10 +118,9 @@ def step_if_finite(run: Run, learner: Learner, loss: float, number: int) -> Step
 def clip_gradients(model: nn.Module, largest: float) -> float:
     """Clip the norm of all gradients of a model to ``largest``, in place -> the norm before."""
     parts = [part for part in sharded_and_whole(model.parameters()) if part]  # one, without --shard
-    norms = [get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
-    norm = whole(norms[0])  # of a sharded part over all processes
-    if len(norms) > 1:
-        norm = get_total_norm([norm, norms[1]])
+    # whole: of a sharded part over all processes
+    norms = [whole(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts]
+    norm = get_total_norm(norms)
     for part in parts:
         clip_grads_with_norm_(part, largest, norm)
     return norm.item()
@@ -182,9 +181,7 @@ class AdamWInHalf(AdamW):
         for number, (p, group) in enumerate(trained):
             if p.grad is None:
                 continue
-            state = self.state[p]
-            if not state:
-                state |= zero_moments(self, p)
+            state = moments_of(self, p)
             state["step"] += 1
             step = int(state["step"])
             rate = group["lr"]
@@ -208,13 +205,16 @@ class AdamWInHalf(AdamW):
                 second.copy_(rounded_at_random(v, bits[: len(v)]))
 
 
-def zero_moments(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """What an optimizer of ``make_optimizer`` keeps of a parameter before its first step. The step of
+def moments_of(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """What an optimizer of ``make_optimizer`` keeps of a parameter: zeros before its first step. The step of
     ``AdamWInHalf`` is on the CPU, so that reading it waits for no GPU."""
-    half = isinstance(optimizer, AdamWInHalf)
-    step = torch.zeros((), device="cpu" if half else p.device)
-    moment = torch.zeros_like(p, dtype=torch.bfloat16 if half else torch.float32)
-    return {"step": step, "exp_avg": moment, "exp_avg_sq": moment.clone()}
+    state: dict[str, Tensor] = optimizer.state[p]
+    if not state:
+        half = isinstance(optimizer, AdamWInHalf)
+        state["step"] = torch.zeros((), device="cpu" if half else p.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(p, dtype=torch.bfloat16 if half else None)
+    return state
 
 
 def rounded_at_random(x: Tensor, bits: Tensor) -> Tensor:

@@ -30,8 +30,17 @@ REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other pla
 Config = dict[str, Any]  # what config.json has
 BY_DATA = ("critic_warmup_steps", "reasoning")  # flags that the prompts choose where they are not given
 CHOSEN = "missing_eos_penalty"  # the flag that a run chooses when it begins, where it is not given
-WRITTEN = ["metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "summary.md", "report.html", "curves.png"]
-WRITTEN += ["best.json", "best.pth", "ema.pth"]
+WRITTEN = [
+    "metrics.jsonl",
+    "samples.jsonl",
+    "eval_samples.jsonl",
+    "summary.md",
+    "report.html",
+    "curves.png",
+    "best.json",
+    "best.pth",
+    "ema.pth",
+]
 
 
 # ------------------------------------------------------------------------------------------ the run folder
@@ -61,7 +70,18 @@ class RunFolder:
                 except FileExistsError:  # another new run has just taken this number
                     if named:
                         raise InputError(f"{self.path}: is a file; give another --run_name") from None
-            self._lock()
+            # Until this process ends or dies. On Windows nobody can read a locked file, so another one names
+            # the process.
+            self._held = FileLock(self.path / ".lock.held", thread_local=False)
+            owner = self.path / ".lock"
+            try:
+                self._held.acquire(timeout=0)
+            except Timeout:
+                raise InputError(
+                    f"{self.path} is in use by {owner.read_text('utf-8')}; stop that process or name another "
+                    "run"
+                ) from None
+            owner.write_text(f"process {os.getpid()} on {platform.node()}", "utf-8")
         if not resume and (found or (self.path / "config.json").exists()):
             raise InputError(
                 f"--run_name {run_name}: {self.path} holds a run; add --resume auto or change the name"
@@ -69,19 +89,6 @@ class RunFolder:
         self.checkpoint, self.notes = checkpoints.newest_intact(found)
         if resume and not found:
             self.notes.append(f"note: --resume: no checkpoint in {self.path}, so it begins at step 1")
-
-    def _lock(self) -> None:
-        """Lock the folder, until this process ends or dies. What is locked is a second file, because Windows
-        lets nobody read a locked one: ``.lock`` names the process."""
-        self._held = FileLock(self.path / ".lock.held", thread_local=False)
-        named = self.path / ".lock"
-        try:
-            self._held.acquire(timeout=0)
-        except Timeout:
-            raise InputError(
-                f"{self.path} is in use by {named.read_text('utf-8')}; stop that process or name another run"
-            ) from None
-        named.write_text(f"process {os.getpid()} on {platform.node()}", "utf-8")
 
     def write_config(self) -> None:
         """Write ``config`` to config.json."""
