@@ -14,8 +14,9 @@ def final_number(text: str) -> Decimal | None:
     """The number after the last ####, or the last one in the last \\boxed{…} or <answer>…</answer>, or of the
     whole text if it has none of these; None if there is no number."""
     text = SKIPPED.sub("", text)
-    marks = list(MARKED.finditer(text))
-    numbers = re.findall(NUMBER, marks[-1][marks[-1].lastindex or 0] if marks else text)
+    for mark in MARKED.finditer(text):  # the last one counts
+        text = mark[mark.lastindex or 0]
+    numbers = re.findall(NUMBER, text)
     return Decimal(numbers[-1]) if numbers else None
 
 
