@@ -177,17 +177,15 @@ def main(argv: list[str] | None = None) -> None:
     if args.prompt is not None:
         torch.manual_seed(args.seed)
         speaker.answer(args.prompt)
-        return
-    if sys.stdin is None:
-        return
-    interactive = sys.stdin.isatty()
-    if interactive:
-        say("/clear forgets the conversation (--history), Ctrl-C stops an answer, /exit leaves")
-    talk(speaker, args.seed, interactive)
+    elif sys.stdin:  # a closed stream is None
+        interactive = sys.stdin.isatty()
+        if interactive:
+            say("/clear forgets the conversation (--history), Ctrl-C stops an answer, /exit leaves")
+        talk(speaker, args.seed, interactive)
 
 
 if __name__ == "__main__":
-    if isinstance(sys.stdin, io.TextIOWrapper):  # a closed stream is None
+    if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     with contextlib.suppress(ImportError):  # Windows has no readline
         import readline  # noqa: F401  (arrow keys and line history in input())

@@ -157,7 +157,7 @@ def around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
 @cache  # called for every text
 def put_around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
     """``around`` without a chat template."""
-    found = tokenizer("a", return_special_tokens_mask=True, verbose=False)
+    found = tokenizer("a", return_special_tokens_mask=True)
     ids = found["input_ids"]
     before = [*found["special_tokens_mask"], 0].index(0)
     return ids[:before], ids[before + found["special_tokens_mask"].count(0) :]
@@ -282,7 +282,7 @@ def pair_ids(
     asked = [str(for_tokenizer(tokenizer, prompt)) for prompt, _ in conversations]
     answers = [mark_special(tokenizer, response) for _, response in conversations]
     # What it makes of two texts: (number of the text, or None for a special token; token id; token type)
-    found = tokenizer("a", "a", return_token_type_ids=True, verbose=False)
+    found = tokenizer("a", "a", return_token_type_ids=True)
     layout = list(zip(found.sequence_ids(), found["input_ids"], found["token_type_ids"], strict=True))
     kept = len(around(tokenizer)[0])
     ids: list[Ids] = []
@@ -398,5 +398,5 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
             # A JSON string is also a valid Jinja string.
             text = TURNS.format(**{name: json.dumps(x, ensure_ascii=False) for name, x in texts.items()})
         tokenizer.chat_template = text
-        if "question" not in render(tokenizer, [{"role": "user", "content": "question"}]):
+        if "question" not in render(tokenizer, to_messages("question")):
             raise InputError("the user's message is missing in the text that it makes")

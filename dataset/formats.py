@@ -129,7 +129,7 @@ def to_pair(record: Record) -> tuple[list[Answered], float]:
     """A record -> ([(prompt, chosen text), (prompt, rejected text)], margin). margin: how much better the
     chosen answer is, 0 if the record does not say. Raises InputError."""
     prompt, _ = split(_asked(record) or "")
-    sides: list[Answered] = []
+    sides = []
     for which in ("chosen", "rejected"):
         said = record.get(which)
         if said is None:

@@ -63,9 +63,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         complete = written in ("PreTrainedTokenizerFast", "TokenizersBackend")
         kind = PreTrainedTokenizerFast if complete else AutoTokenizer
         tokenizer = kind.from_pretrained(path, trust_remote_code=trust_remote_code)
-    named = set(tokenizer.special_tokens_map.values())  # such as an EOS
-    added = tokenizer.added_tokens_decoder.values()
-    tags = [x for x in added if x.special and x.content in TAGS and x.content not in named]
+    names = {*TAGS} - {*tokenizer.special_tokens_map.values()}  # none that is an EOS, for example
+    tags = [x for x in tokenizer.added_tokens_decoder.values() if x.special and x.content in names]
     if tags and tokenizer.is_fast:
         more = [token for token in tokenizer.extra_special_tokens if str(token) not in TAGS]
         tokenizer.init_kwargs["extra_special_tokens"] = tokenizer.extra_special_tokens = more
