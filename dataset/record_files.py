@@ -98,8 +98,9 @@ class TableRecords:
                 folder = Path(path).resolve()
                 unread = {*folder.rglob("*.*")} - {*map(Path, read)}
                 names = [file.relative_to(folder).as_posix() for file in sorted(unread) if file.is_file()]
-                data = (name for name in names if not re.search(r"(^|/)\.|\.md$", name))
-                self.left_out = shorten(", ".join(data), 200)
+                self.left_out = shorten(
+                    ", ".join(name for name in names if not re.search(r"(^|/)\.|\.md$", name)), 200
+                )
 
     def __len__(self) -> int:
         return len(self._table)

@@ -239,5 +239,4 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
         return config
     kind: Any = LlamaConfig if config.minimind_version == 2 else Qwen3Config
     names = kind.__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
-    fields = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    return kind(**fields)
+    return kind(**{name: getattr(config, name) for name in names if hasattr(config, name)})
