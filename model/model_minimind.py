@@ -203,7 +203,6 @@ def minimind_config_of(state: dict[str, Tensor]) -> MiniMindConfig:
     MiniMind. Other differences from one are found when the state is loaded into the model.
     """
 
-
     def rows(name: str) -> int:
         """Of a weight of the first layer."""
         return len(state[f"model.layers.0.{name}.weight"])

@@ -155,7 +155,9 @@ def _write_json(file: Path, content: dict[str, object]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
-def state_dict_in(dtype: torch.dtype, model: PreTrainedModel, path: Path, keep: bool = True) -> dict[str, Tensor]:
+def state_dict_in(
+    dtype: torch.dtype, model: PreTrainedModel, path: Path, keep: bool = True
+) -> dict[str, Tensor]:
     """A model's state-dict as it is saved: in ``dtype``, on the CPU, adapters merged, tied weights under both
     names. Of a sharded model all processes must call it, and only those with ``keep`` get it: else {}.
     Raises InputError, which names ``path``, if a weight is not finite."""
