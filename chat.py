@@ -10,7 +10,6 @@ import contextlib
 import io
 import sys
 from collections import deque
-from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from errors import InputError, run_script
 from trainer.flags import ROOT, FlagParser, Flags, path
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Flags:
+def parse_args(argv: list[str] | None = None) -> Flags:
     p = FlagParser(description=__doc__)
     add = p.add
     p.group("models")
@@ -144,7 +143,7 @@ class Speaker:
 
 def say(text: str) -> None:
     """Print a message to the user on stderr: it is not part of an answer."""
-    print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr)
 
 
 def talk(speaker: Speaker, seed: int, interactive: bool) -> None:
@@ -170,7 +169,7 @@ def talk(speaker: Speaker, seed: int, interactive: bool) -> None:
             say(f"\n{str(error) or 'stopped'}")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     device = init_world(args.device).device
     speaker = Speaker(model_path(args), args, device)
@@ -178,17 +177,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.prompt is not None:
         torch.manual_seed(args.seed)
         speaker.answer(args.prompt)
-        return
-    if sys.stdin is None:
-        return
-    interactive = sys.stdin.isatty()
-    if interactive:
-        say("/clear forgets the conversation (--history), Ctrl-C stops an answer, /exit leaves")
-    talk(speaker, args.seed, interactive)
+    elif sys.stdin:  # a closed stream is None
+        interactive = sys.stdin.isatty()
+        if interactive:
+            say("/clear forgets the conversation (--history), Ctrl-C stops an answer, /exit leaves")
+        talk(speaker, args.seed, interactive)
 
 
 if __name__ == "__main__":
-    if isinstance(sys.stdin, io.TextIOWrapper):  # a closed stream is None
+    if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     with contextlib.suppress(ImportError):  # Windows has no readline
         import readline  # noqa: F401  (arrow keys and line history in input())

@@ -7,7 +7,6 @@ A dense MiniMind becomes a Llama or a Qwen3 with the same weights, which program
 repository; other models keep their class (docs/models.md). Existing files are never overwritten."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from atomic_files import check_unused, write_whole, writing
@@ -15,7 +14,7 @@ from errors import InputError, run_script
 from trainer.flags import FlagParser, Flags
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Flags:
+def parse_args(argv: list[str] | None = None) -> Flags:
     p = FlagParser(description=__doc__)
     add = p.add
     p.group("export")
@@ -92,7 +91,7 @@ Written by the `export.py` of small-lm-ppo.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     model = load_policy(args.source, args.trust_remote_code)
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.source), args.trust_remote_code)

@@ -5,7 +5,7 @@ from decimal import Decimal
 
 NUMBER = r"(?:(?<![\w.)])-)?(?:\d+(?:\.\d+)?|(?<![\w.])\.\d+)"  # the minus of "10-3" is no sign
 SKIPPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))|\\?\$")  # the comma of 1,000 and the sign of $5
-MARKED = re.compile(rf"####\s*({NUMBER})|\\boxed\{{([^{{}}]*)|<answer>(.*?)</answer>", re.DOTALL)
+MARKED = re.compile(rf"####\s*{NUMBER}|\\boxed\{{[^{{}}]*|<answer>.*?</answer>", re.DOTALL)
 AT_THE_END = re.compile(rf"####\s*({NUMBER})\s*\Z")
 WORDS, LONGEST = 5, 40  # of an answer that a response can equal; characters, because Chinese has no spaces
 
@@ -14,8 +14,8 @@ def final_number(text: str) -> Decimal | None:
     """The number after the last ####, or the last one in the last \\boxed{…} or <answer>…</answer>, or of the
     whole text if it has none of these; None if there is no number."""
     text = SKIPPED.sub("", text)
-    marks = list(MARKED.finditer(text))
-    numbers = re.findall(NUMBER, marks[-1][marks[-1].lastindex or 0] if marks else text)
+    marked = MARKED.findall(text) or [text]
+    numbers = re.findall(NUMBER, marked[-1])
     return Decimal(numbers[-1]) if numbers else None
 
 

@@ -122,8 +122,7 @@ def encode_piece(tokenizer: PreTrainedTokenizerBase, text: str, before: str, spl
     """The token ids of a text behind ``before``, "" for none: as the two have them together, so without the
     space that some tokenizers put before each text. split: marks are taken out, special tokens are split."""
     row: Ids = []
-    found = joints(tokenizer) if before else None
-    if found:
+    if before and (found := joints(tokenizer)):
         inner, added, spaced = found
         if not spaced or added.split(before)[-1]:  # otherwise it follows an added token
             head = added.split(text, maxsplit=1)[0]
@@ -149,16 +148,13 @@ def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, before: str = "
     return ids
 
 
+@cache  # called for every text; --prompt_template is set before the first of them
 def around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
     """The ids that the tokenizer puts before and behind any text, such as a BOS and an EOS; none with a chat
     template, which writes its own."""
-    return put_around(tokenizer) if tokenizer.chat_template is None else ([], [])
-
-
-@cache  # called for every text
-def put_around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
-    """``around`` without a chat template."""
-    found = tokenizer("a", return_special_tokens_mask=True, verbose=False)
+    if tokenizer.chat_template is not None:
+        return [], []
+    found = tokenizer("a", return_special_tokens_mask=True)
     ids = found["input_ids"]
     before = [*found["special_tokens_mask"], 0].index(0)
     return ids[:before], ids[before + found["special_tokens_mask"].count(0) :]
@@ -193,7 +189,7 @@ def render(
     """The chat template's text of ``messages``; with ``generate``, an assistant turn begins at its end.
     kwargs: of the template, before those that the tokenizer was given (``set_template_kwargs``)."""
     kwargs = tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {}) | kwargs
-    one_day = mock.patch.object(chat_template_utils, "datetime", ONE_DAY, create=True)
+    one_day = mock.patch.object(chat_template_utils, "datetime", ONE_DAY)
     with as_input_error("the tokenizer's chat template refuses the conversation"), one_day:
         return str(
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate, **kwargs)
@@ -210,10 +206,9 @@ def encode(
         return []
     with as_input_error(f"the tokenizer {tokenizer.name_or_path} cannot encode the texts"):
         before, behind = around(tokenizer)
-        in_parts = bool(after and joints(tokenizer))
         rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         for number, text in enumerate(texts):
-            if in_parts or MARK in text:
+            if MARK in text or (after and joints(tokenizer)):
                 rows[number] = encode_marked(tokenizer, text, after)
         return [before * (not after) + row + behind * closing for row in rows]
 
@@ -261,29 +256,19 @@ def learned_pieces(
         after = render(tokenizer, messages[: k + 1])
         # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
         if full.startswith(after) and after.startswith(before) and len(before) > done:
-            said = full[len(before) : len(after)]
+            said = after[len(before) :]
             answered = "".join(message["content"].split()).removeprefix("<think>")
             # Templates strip what is said, and may open its thought in the prompt.
-            if message["content"] not in said and answered not in "".join(said.split()):
+            if answered not in "".join(said.split()):
                 raise InputError(
                     "the chat template changes the answer or leaves out a part, such as a thought, so it is "
                     "not learned; give another --prompt_template, or take thoughts out of the records"
                 )
-            pieces += [(full[done : len(before)], False), (said, True)]
+            pieces += [(before[done:], False), (said, True)]
             done = len(after)
     if not pieces or done < len(full):
         raise InputError("this chat template cannot be split into prompt and answer for training")
     return pieces
-
-
-@cache  # called for every batch
-def pair_layout(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int | None, Ids, Ids]]:
-    """What the tokenizer makes of two texts, in order: (number of the text, or None for special tokens; token
-    ids; token types)."""
-    found = tokenizer("a", "a", return_token_type_ids=True, verbose=False)
-    tokens = zip(found.sequence_ids(), found["input_ids"], found["token_type_ids"], strict=True)
-    groups = [(number, list(group)) for number, group in groupby(tokens, lambda token: token[0])]
-    return [(number, [x[1] for x in group], [x[2] for x in group]) for number, group in groups]
 
 
 def pair_ids(
@@ -293,13 +278,17 @@ def pair_ids(
     encoders without a chat template are trained on them."""
     asked = [str(for_tokenizer(tokenizer, prompt)) for prompt, _ in conversations]
     answers = [mark_special(tokenizer, response) for _, response in conversations]
+    # What it makes of two texts: (number of the text, or None for a special token; token id; token type)
+    found = tokenizer("a", "a", return_token_type_ids=True)
+    layout = list(zip(found.sequence_ids(), found["input_ids"], found["token_type_ids"], strict=True))
+    kept = len(around(tokenizer)[0])
     ids: list[Ids] = []
     types: list[Ids] = []
-    kept = len(around(tokenizer)[0])
     for texts in zip(encode(tokenizer, asked), encode(tokenizer, answers), strict=True):
         ids.append([])
         types.append([])
-        for number, special, kinds in pair_layout(tokenizer):
+        for number, group in groupby(layout, lambda token: token[0]):
+            _, special, kinds = zip(*group, strict=True)
             part = special if number is None else texts[number][kept:]
             ids[-1] += part
             types[-1] += kinds if number is None else kinds[:1] * len(part)
@@ -406,5 +395,5 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
             # A JSON string is also a valid Jinja string.
             text = TURNS.format(**{name: json.dumps(x, ensure_ascii=False) for name, x in texts.items()})
         tokenizer.chat_template = text
-        if "question" not in render(tokenizer, [{"role": "user", "content": "question"}]):
+        if "question" not in render(tokenizer, to_messages("question")):
             raise InputError("the user's message is missing in the text that it makes")

@@ -129,8 +129,23 @@ def to_pair(record: Record) -> tuple[list[Answered], float]:
     """A record -> ([(prompt, chosen text), (prompt, rejected text)], margin). margin: how much better the
     chosen answer is, 0 if the record does not say. Raises InputError."""
     prompt, _ = split(_asked(record) or "")
-    sides = [_side(record, which, prompt) for which in ("chosen", "rejected")]
-    sides = [(add_system(asked, _system(record)), said) for asked, said in sides]
+    sides = []
+    for which in ("chosen", "rejected"):
+        said = record.get(which)
+        if said is None:
+            raise InputError(
+                f'no "{which}"; {keys_found(record)}: rename the key, or name it with '
+                f'--{which}_key; or give each answer a "score"'
+            )
+        if isinstance(said, dict) and {"content", "value"} & said.keys():
+            said = [said]  # a single turn, as in LLaMA-Factory's files
+        asked, response = _answered(prompt, said, is_transcript(said))
+        if not asked or response is None:
+            raise InputError(
+                f'"{which}" must be an answer to a prompt that is not empty: text beside a "prompt" '
+                "(--prompt_key), a transcript, or turns that end with the assistant's"
+            )
+        sides.append((add_system(asked, _system(record)), response))
     return sides, _number("margin", record.get("margin", 0.0))
 
 
@@ -219,25 +234,6 @@ def _prompt_and_answer(record: Record) -> Parted:
     if not prompt:
         raise InputError("the prompt is empty; fill it in or delete the line")
     return add_system(prompt, _system(record)), answer
-
-
-def _side(record: Record, which: str, prompt: Asked) -> Answered:
-    """One side of a pair -> (prompt, response). prompt: that of the record, empty if it has none."""
-    if record.get(which) is None:
-        raise InputError(
-            f'no "{which}"; {keys_found(record)}: rename the key, or name it with '
-            f'--{which}_key; or give each answer a "score"'
-        )
-    said = record[which]
-    if isinstance(said, dict) and {"content", "value"} & said.keys():
-        said = [said]  # a single turn, as in LLaMA-Factory's files
-    prompt, response = _answered(prompt, said, is_transcript(said))
-    if not prompt or response is None:
-        raise InputError(
-            f'"{which}" must be an answer to a prompt that is not empty: text beside a "prompt" '
-            "(--prompt_key), a transcript, or turns that end with the assistant's"
-        )
-    return prompt, response
 
 
 def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:

@@ -94,8 +94,13 @@ class TableRecords:
         with quiet(), as_input_error(f"{path}: the library datasets cannot read it"):
             self._table = datasets.load_dataset(name, split=split or "train", data_files=files)
             if os.path.isdir(path):
-                splits = datasets.load_dataset_builder(path).config.data_files
-                self.left_out = left_out(Path(path).resolve(), splits["train"])
+                read = datasets.load_dataset_builder(path).config.data_files["train"]
+                folder = Path(path).resolve()
+                unread = {*folder.rglob("*.*")} - {*map(Path, read)}
+                names = [file.relative_to(folder).as_posix() for file in sorted(unread) if file.is_file()]
+                self.left_out = shorten(
+                    ", ".join(name for name in names if not re.search(r"(^|/)\.|\.md$", name)), 200
+                )
 
     def __len__(self) -> int:
         return len(self._table)
@@ -103,13 +108,6 @@ class TableRecords:
     def __getitem__(self, i: int) -> Record:
         # If only some records have a key, the others have None or NaN in that column.
         return {name: value for name, value in self._table[i].items() if value is not None and value == value}
-
-
-def left_out(folder: Path, read: Iterable[str]) -> str:
-    """Those files of a folder that may hold data and are not among the ones read, as a text."""
-    found = {*folder.rglob("*.*")} - {*map(Path, read)}
-    names = [path.relative_to(folder).as_posix() for path in sorted(found) if path.is_file()]
-    return shorten(", ".join(name for name in names if not re.search(r"(^|/)\.|\.md$", name)), 200)
 
 
 Records = LineRecords | TableRecords

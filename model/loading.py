@@ -41,7 +41,6 @@ from model.model_minimind import minimind_config_of, plain_config
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
 MINIMIND_IDS = 6400  # of its tokenizer
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-FEWEST_IDS = 0.5  # of a model's embeddings
 
 
 # ---------------------------------------------------------------- loading
@@ -57,16 +56,15 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
     with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
         check_hub(path)
-        written = get_tokenizer_config(str(path)).get("tokenizer_class")
+        written = get_tokenizer_config(path).get("tokenizer_class")
         # These names say that tokenizer.json is the complete tokenizer. ``AutoTokenizer`` follows that for
         # some architectures only: beside a Qwen2 it would read any tokenizer as Qwen2's own, split texts as
         # Qwen2 does and add Qwen2's tokens.
         complete = written in ("PreTrainedTokenizerFast", "TokenizersBackend")
         kind = PreTrainedTokenizerFast if complete else AutoTokenizer
-        tokenizer = kind.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    named = set(tokenizer.special_tokens_map.values())  # such as an EOS
-    added = tokenizer.added_tokens_decoder.values()
-    tags = [x for x in added if x.special and x.content in TAGS and x.content not in named]
+        tokenizer = kind.from_pretrained(path, trust_remote_code=trust_remote_code)
+    names = {*TAGS} - {*tokenizer.special_tokens_map.values()}  # none that is an EOS, for example
+    tags = [x for x in tokenizer.added_tokens_decoder.values() if x.special and x.content in names]
     if tags and tokenizer.is_fast:
         more = [token for token in tokenizer.extra_special_tokens if str(token) not in TAGS]
         tokenizer.init_kwargs["extra_special_tokens"] = tokenizer.extra_special_tokens = more
@@ -122,7 +120,7 @@ def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
         model.load_state_dict(state)
         model.tie_weights()
         if (sidecar / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(str(sidecar))
+            model.generation_config = GenerationConfig.from_pretrained(sidecar)
     if not described and config.vocab_size != MINIMIND_IDS:
         warnings.warn(
             f"{path}: taken for a MiniMind with {config.num_attention_heads} heads and the rotary positions "
@@ -169,12 +167,12 @@ def load_config(path: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
     name of ``rope_parameters`` and never None, which code for transformers 4 takes for those without scaling.
     """
     check_hub(path)
-    config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     if is_from_outside(config):
-        written = config.get_config_dict(str(path))[0]
+        written = config.get_config_dict(path)[0]
         rope = getattr(config, "rope_parameters", None) or {}
         if "rope_scaling" in written or rope.get("rope_type") == "default":
             type(config).rope_scaling = None  # an ordinary attribute from now on, not that other name
@@ -212,7 +210,7 @@ def load_pretrained(
         mock.patch.object(PreTrainedModel, "named_non_persistent_buffers", return_value=[]),
     ):
         model, report = auto_class.from_pretrained(
-            str(path),
+            path,
             config=config,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -286,7 +284,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
     ids = tokenizer.get_vocab().values()
     rows = embeddings(model)
     largest = max(ids, default=rows)
-    if largest >= rows or len(ids) < FEWEST_IDS * rows:
+    if largest >= rows or 2 * len(ids) < rows:
         raise InputError(
             f"--tokenizer {tokenizer.name_or_path}: it has {len(ids)} ids, the largest is {largest}, but the "
             f"model has {rows} embeddings: it is not this model's tokenizer"

@@ -202,24 +202,27 @@ def minimind_config_of(state: dict[str, Tensor]) -> MiniMindConfig:
     has the default of its version: 3 if there are query norms, 2 if not. Any exception means that it is not a
     MiniMind. Other differences from one are found when the state is loaded into the model.
     """
+
+    def rows(name: str) -> int:
+        """Of a weight of the first layer."""
+        return len(state[f"model.layers.0.{name}.weight"])
+
     embeddings = state["model.embed_tokens.weight"]
-    queries = state["model.layers.0.self_attn.q_proj.weight"]
-    norm = state.get("model.layers.0.self_attn.q_norm.weight")
-    head_dim = len(queries) // MINIMIND_HEADS if norm is None else len(norm)
-    gate = state.get("model.layers.0.mlp.gate.weight")
-    first = "mlp" if gate is None else "mlp.experts.0"
+    version = 3 if "model.layers.0.self_attn.q_norm.weight" in state else 2
+    use_moe = "model.layers.0.mlp.gate.weight" in state
+    head_dim = rows("self_attn.q_norm") if version == 3 else rows("self_attn.q_proj") // MINIMIND_HEADS
     shared = sum(name.startswith("model.layers.0.mlp.shared_experts.") for name in state)
     return MiniMindConfig(
-        minimind_version=2 if norm is None else 3,
+        minimind_version=version,
         vocab_size=len(embeddings),
         hidden_size=len(state["model.norm.weight"]),
         num_hidden_layers=len(set(re.findall(r"model\.layers\.(\d+)\.", " ".join(state)))),
         head_dim=head_dim,
-        num_attention_heads=len(queries) // head_dim,
-        num_key_value_heads=len(state["model.layers.0.self_attn.k_proj.weight"]) // head_dim,
-        intermediate_size=len(state[f"model.layers.0.{first}.gate_proj.weight"]),
-        use_moe=gate is not None,
-        num_experts=4 if gate is None else len(gate),
+        num_attention_heads=rows("self_attn.q_proj") // head_dim,
+        num_key_value_heads=rows("self_attn.k_proj") // head_dim,
+        intermediate_size=rows("mlp.experts.0.gate_proj" if use_moe else "mlp.gate_proj"),
+        use_moe=use_moe,
+        num_experts=rows("mlp.gate") if use_moe else 4,
         n_shared_experts=shared // 3,  # each has three matrices
         tie_word_embeddings=state.get("lm_head.weight", embeddings).equal(embeddings),
     )
@@ -235,5 +238,4 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
         return config
     kind: Any = LlamaConfig if config.minimind_version == 2 else Qwen3Config
     names = kind.__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
-    fields = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    return kind(**fields)
+    return kind(**{name: getattr(config, name) for name in names if hasattr(config, name)})

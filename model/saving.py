@@ -17,7 +17,6 @@ from errors import InputError
 from model.loading import quiet
 from model.lora import merged
 
-State = dict[str, Tensor]
 # Those that not every tokenizer has.
 TOKENIZER_FILES = [
     "added_tokens.json",
@@ -31,15 +30,26 @@ TOKENIZER_FILES = [
 ]
 # Of a generation config. Others (a repetition penalty, beams, forced tokens) change greedy answers, and were
 # not there in training.
-KEPT = ["bos_token_id", "eos_token_id", "pad_token_id", "stop_strings", "max_length", "max_new_tokens"]
-KEPT += ["do_sample", "temperature", "top_k", "top_p", "min_p"]
+KEPT = [
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "stop_strings",
+    "max_length",
+    "max_new_tokens",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+]
 # {what transformers 4 reads in a config: the name in transformers 5, there or in rope_parameters}
-OLD_NAMES = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
-OLD_NAMES |= {"rotary_pct": "partial_rotary_factor"}  # GPT-NeoX
-OLD_NAMES |= {"num_experts": "num_local_experts"}  # Qwen3-MoE
-# {what transformers 5 writes in a tokenizer_config.json: what transformers 4 reads there}. 5 reads it too.
-OLD_TEXTS = {'"TokenizersBackend"': '"PreTrainedTokenizerFast"'}
-OLD_TEXTS |= {'"extra_special_tokens": [': '"additional_special_tokens": ['}
+OLD_NAMES = {
+    "rope_theta": "rope_theta",
+    "partial_rotary_factor": "partial_rotary_factor",
+    "rotary_pct": "partial_rotary_factor",  # GPT-NeoX
+    "num_experts": "num_local_experts",  # Qwen3-MoE
+}
 
 
 def save_policy(
@@ -134,8 +144,9 @@ def _write_settings(
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
     written = settings.read_text("utf-8")
-    for new, old in OLD_TEXTS.items():
-        written = written.replace(new, old)
+    # What transformers 4 reads there; 5 reads it too.
+    written = written.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+    written = written.replace('"extra_special_tokens": [', '"additional_special_tokens": [')
     settings.write_text(written, "utf-8")
     _write_json(folder / "config.json", config)
 
@@ -144,7 +155,9 @@ def _write_json(file: Path, content: dict[str, object]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
-def state_dict_in(dtype: torch.dtype, model: PreTrainedModel, path: Path, keep: bool = True) -> State:
+def state_dict_in(
+    dtype: torch.dtype, model: PreTrainedModel, path: Path, keep: bool = True
+) -> dict[str, Tensor]:
     """A model's state-dict as it is saved: in ``dtype``, on the CPU, adapters merged, tied weights under both
     names. Of a sharded model all processes must call it, and only those with ``keep`` get it: else {}.
     Raises InputError, which names ``path``, if a weight is not finite."""
