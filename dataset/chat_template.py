@@ -148,12 +148,15 @@ def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, before: str = "
     return ids
 
 
-@cache  # called for every text; --prompt_template is set before the first of them
 def around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
     """The ids that the tokenizer puts before and behind any text, such as a BOS and an EOS; none with a chat
     template, which writes its own."""
-    if tokenizer.chat_template is not None:
-        return [], []
+    return put_around(tokenizer) if tokenizer.chat_template is None else ([], [])
+
+
+@cache  # called for every text
+def put_around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
+    """``around`` without a chat template."""
     found = tokenizer("a", return_special_tokens_mask=True)
     ids = found["input_ids"]
     before = [*found["special_tokens_mask"], 0].index(0)

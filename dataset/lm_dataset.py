@@ -49,7 +49,7 @@ Judged = tuple[*tuple[Ids, ...], float]  # token ids of one or two conversations
 Item = TypeVar("Item")
 
 
-@dataclass
+@dataclass(eq=False)
 class RecordDataset(Dataset[Item], ABC):
     """The base of all datasets here: items by number, made from records. Raises InputError for a bad file, a
     bad record among those read, or if all of these are too long. ``read``, ``dropped``: how many items were
@@ -186,7 +186,7 @@ class Prompt:
             raise InputError("the prompt has no tokens; fill it in or delete the line")
 
 
-@dataclass
+@dataclass(eq=False)
 class RLAIFDataset(RecordDataset[Prompt]):
     """Prompts for PPO. Takes records of every format and uses their prompts only.
 
@@ -288,7 +288,7 @@ class LoggedAnswer(Prompt):
     score: float
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class LoggedRecords(RecordDataset[Item]):
     """Records whose prompt has more than ``max_length`` tokens or whose answer has more than ``max_response``
     are dropped. eos: the ids that end a response."""

@@ -16,9 +16,9 @@ Where to add a reward of one's own:
 
 - without changing this program: a Python function (``--reward_fn``, see reward_function.py) or a server
   (``--reward_url``, see reward_server.py);
-- as a new part: write the rule in rules.py, add its flag to ``flag_parser`` in train_ppo.py and a field of
-  the same name to ``Reward``, and put its scores [B] into ``parts`` in ``Reward.raw_scores``. What a reward
-  needs to know of a response is a field of ``Request`` (reward_function.py).
+- as a new part: write the rule in rules.py, put its scores [B] into ``parts`` in ``Reward.raw_scores``, add
+  its flag to ``flag_parser`` in train_ppo.py, and pass the flag on in ``load_reward`` below. What a
+  reward needs to know of a response is a field of ``Request`` (reward_function.py).
 
 The judge is an evaluation reward that never trains (--eval_reward_model, --eval_reward_fn). A policy can
 raise the reward that it is trained on without getting better (reward hacking). Where the records have
@@ -31,7 +31,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -306,14 +306,21 @@ def load_reward(
 ) -> Reward:
     """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for; of_run: what
     else (``names_of_run``)."""
-    flags = vars(args)
-    of_flags = {own.name: flags[own.name] for own in fields(Reward) if own.name in flags}
     return Reward(
         # Before the models, which take long.
         function=load_reward_function(args.reward_fn, of_run, *datasets),
         models=load_reward_models(args.reward_model, args, device, dtype),
         server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,
-        **of_flags,
+        reasoning=args.reasoning,
+        normalize_reward=args.normalize_reward,
+        missing_eos_penalty=args.missing_eos_penalty,
+        repetition_penalty=args.repetition_penalty,
+        length_reward=args.length_reward,
+        reward_timeout=args.reward_timeout,
+        max_gen_len=args.max_gen_len,
+        overlong_buffer=args.overlong_buffer,
+        overlong_penalty=args.overlong_penalty,
+        thinking_reward=args.thinking_reward,
     )
 
 

@@ -118,9 +118,10 @@ def step_if_finite(run: Run, learner: Learner, loss: float, number: int) -> Step
 def clip_gradients(model: nn.Module, largest: float) -> float:
     """Clip the norm of all gradients of a model to ``largest``, in place -> the norm before."""
     parts = [part for part in sharded_and_whole(model.parameters()) if part]  # one, without --shard
-    # whole: of a sharded part over all processes
-    norms = [whole(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts]
-    norm = get_total_norm(norms)
+    norms = [get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
+    norm = whole(norms[0])  # of a sharded part over all processes
+    if len(norms) > 1:
+        norm = get_total_norm([norm, norms[1]])
     for part in parts:
         clip_grads_with_norm_(part, largest, norm)
     return norm.item()
