@@ -40,7 +40,7 @@ def fast_dtype(name: str, device: torch.device) -> torch.dtype:
         if not native and torch.cuda.get_device_capability(device) >= (7, 0):  # V100, T4, RTX 20
             return torch.float16
     else:
-        able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        able = torch.cpu.get_capabilities()
         native = onednn_takes_bf16() and any(able.get(x) for x in ("avx512_bf16", "amx_bf16", "bf16"))
     return torch.bfloat16 if native else torch.float32
 
@@ -75,12 +75,11 @@ def set_precision(name: str, device: torch.device, deterministic: int = 0) -> to
     return fast_dtype(name, device)
 
 
-def check_finite(numbers: Tensor, dtype: torch.dtype, what: str) -> None:
-    """Raise InputError if these numbers, computed in ``dtype``, hold a NaN or an infinity. what: whose they
-    are."""
+def check_finite(numbers: Tensor, dtype: torch.dtype) -> None:
+    """Raise InputError if these numbers of the policy, computed in ``dtype``, hold a NaN or an infinity."""
     if not numbers.isfinite().all():
         raise InputError(
-            f"in {str(dtype)[6:]} {what} gives numbers that are NaN or infinite; "
+            f"in {str(dtype)[6:]} the policy gives numbers that are NaN or infinite; "
             "use --dtype float32, or lower the learning rates"
         )
 

@@ -121,7 +121,7 @@ class Sampler:
         rollout = as_rollout(
             prompt_ids, engine.tokens[:n], engine.logprobs[:n], engine.response_len[:n], engine.finished[:n]
         )
-        check_finite(rollout.sampler_logprobs, self.copy.model.dtype, "the policy")
+        check_finite(rollout.sampler_logprobs, self.copy.model.dtype)
         return rollout
 
     def _engine(self, sizes, ends):

@@ -28,9 +28,9 @@ def _read(x, inside):
 
 
 @triton.jit
-def _tile(first, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _tile(number, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """-> of a tile: its rows [ROWS, 1], columns [1, BLOCK], places in the tensor, which of them exist"""
-    row = first + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    row = number * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     return row, column, row * width + column, (row < rows) & (column < width)
 
@@ -41,7 +41,7 @@ def rms_norm(x, delta, weight, s, y, r, eps, rows, width, ROWS: tl.constexpr, BL
 
     x, delta, s, y [rows, width]; weight [width]; r [rows]. One block is a whole row.
     """
-    row, column, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    row, column, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     v = _read(x + place, inside)
     if delta is not None:
         v += _read(delta + place, inside)
@@ -64,8 +64,8 @@ def rms_norm_backward(
     d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
     own = tl.arange(0, BLOCK)
     w = _read(weight + own, own < width)[None, :]
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        row, _, place, inside = _tile(first, rows, width, ROWS, BLOCK)
+    for number in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row, _, place, inside = _tile(number, rows, width, ROWS, BLOCK)
         scale = _read(r + row, row < rows)
         v = _read(s + place, inside) * scale
         d = _read(grad_y + place, inside)
@@ -104,7 +104,7 @@ def rotate(
 ):  # fmt: skip
     """Rotary positions of heads x, y [rows, width], in which each token has ``heads`` heads; cos and sin
     [tokens, width]; direction -1 rotates back."""
-    row, _, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    row, _, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     turn = tl.minimum(row, rows - 1) // heads * width  # those of a row behind the last one do not exist
     there = row < rows
     turned = _rotated(x + row * width, there, None, cos + turn, sin + turn, width, 0.0, direction, BLOCK)
@@ -114,7 +114,7 @@ def rotate(
 @over_rows
 def silu_mul(gate, up, y, stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """y = silu(gate) * up; gate and up have rows ``stride`` apart, y is contiguous."""
-    row, column, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    row, column, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     g = _read(gate + row * stride + column, inside)
     u = _read(up + row * stride + column, inside)
     tl.store(y + place, g * tl.sigmoid(g) * u, inside)
@@ -125,7 +125,7 @@ def silu_mul_backward(
     gate, up, grad, grad_gate, grad_up, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The gradient of silu_mul; silu'(g) = s (1 + g (1 - s)) with s the sigmoid of g."""
-    _, _, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    _, _, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     g = _read(gate + place, inside)
     d = _read(grad + place, inside)
     s = tl.sigmoid(g)
@@ -167,8 +167,8 @@ def decode_attention(
     query += row * (heads + 2 * groups) * dim
     cos += row * dim
     sin += row * dim
-    asking = query + (group * SHARED + head)[:, None] * dim
-    q = _rotated(asking, there, q_norm, cos, sin, dim, eps, 1, D).to(kind)
+    asking = (group * SHARED + head)[:, None] * dim
+    q = _rotated(query + asking, there, q_norm, cos, sin, dim, eps, 1, D).to(kind)
     own = query + (heads + group + tl.zeros([1, 1], tl.int32)) * dim
     own_k = _rotated(own, True, k_norm, cos, sin, dim, eps, 1, D).to(kind)
     own_v = _read(query + (heads + groups + group) * dim + d, d < dim).to(kind)
@@ -190,8 +190,8 @@ def decode_attention(
         total = total * keep + tl.sum(p, 1)
         sums = sums * keep[:, None] + tl.dot(p.to(kind), v, input_precision="ieee")
         most = higher
-    place = (row * heads + group * SHARED + head)[:, None] * dim + across
-    tl.store(out + place, sums / total[:, None], there & (across < dim))
+    out += row * heads * dim
+    tl.store(out + asking + across, sums / total[:, None], there & (across < dim))
 
 
 # ------------------------------------------------------------------------------------------------ logits
@@ -245,7 +245,7 @@ def token_logprobs_backward(
     grad [rows] is that of the log-prob, log_sum [rows] is log sum e^z. Less grad_entropy scale p (log p +
     entropy), where entropy [rows] and its gradient are not None.
     """
-    row, column, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    row, column, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     there = row < rows
     log_p = _read(logits + place, inside) * scale - _read(log_sum + row, there)
     p = tl.exp(log_p)
@@ -301,17 +301,13 @@ def sample_and_store(
             largest = tl.where(block == start // BLOCK, high, largest)
             sums = tl.where(block == start // BLOCK, tl.sum(p, 0), sums)
         most = tl.max(largest, 0)
-        shares = tl.exp(largest - most)
-        weights = (sums * shares).to(tl.float64)
+        weights = (sums * tl.exp(largest - most)).to(tl.float64)
         total = tl.sum(weights, 0)
         chosen = _first_beyond(weights, u * total, block, BLOCKS)
         column += chosen * BLOCK
         z = scale * tl.load(logits + column, column < size, MINUS_INF).to(tl.float32)
         below = u * total - tl.sum(tl.where(block < chosen, weights, 0.0), 0)
-        here = block == chosen  # inside, probabilities are relative to the block's largest, as its sum is
-        below /= tl.sum(tl.where(here, shares, 0.0), 0)
-        high = tl.max(tl.where(here, largest, MINUS_INF), 0)
-        drawn = tl.minimum(_first_beyond(tl.exp(z - high).to(tl.float64), below, column, size), size - 1)
+        drawn = tl.minimum(_first_beyond(tl.exp(z - most).to(tl.float64), below, column, size), size - 1)
         logprob = tl.sum(tl.where(column == drawn, z, 0.0), 0) - most - tl.log(total.to(tl.float32))
         ended = drawn < 0
         for i in range(ends_count):
