@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errors import InputError
 from model.weights import HalfEmbedding, HalfLinear
 
 LINEAR = (nn.Linear, HalfLinear)
@@ -73,15 +72,6 @@ def set_precision(name: str, device: torch.device, deterministic: int = 0) -> to
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return fast_dtype(name, device)
-
-
-def check_finite(numbers: Tensor, dtype: torch.dtype) -> None:
-    """Raise InputError if these numbers of the policy, computed in ``dtype``, hold a NaN or an infinity."""
-    if not numbers.isfinite().all():
-        raise InputError(
-            f"in {str(dtype)[6:]} the policy gives numbers that are NaN or infinite; "
-            "use --dtype float32, or lower the learning rates"
-        )
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
