@@ -304,7 +304,7 @@ def sample_and_store(
         column += chosen * BLOCK
         z = scale * tl.load(logits + column, column < size, MINUS_INF).to(tl.float32)
         below = u * total - tl.sum(tl.where(block < chosen, weights, 0.0), 0)
-        drawn = tl.minimum(_first_beyond(tl.exp(z - most).to(tl.float64), below, column, size), size - 1)
+        drawn = _first_beyond(tl.exp(z - most).to(tl.float64), below, column, size)
         logprob = tl.sum(tl.where(column == drawn, z, 0.0), 0) - most - tl.log(total.to(tl.float32))
         ended = drawn < 0
         for i in range(ends_count):
