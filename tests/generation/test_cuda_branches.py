@@ -5,6 +5,7 @@ import gc
 import warnings
 import weakref
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -369,8 +370,8 @@ def test_a_rollout_waits_for_its_checks_and_its_results(model, gpu):
             compact(self)
 
     gpu.setattr(engine.Engine, "compact", check)
-    gpu.setattr(engine, "as_rollout", lambda *parts: results.append(parts) or wanted)  # where the host waits
-    gpu.setattr(engine, "check_finite", lambda *args: None)
+    # Where the host waits: the rollout, and whether its numbers are finite.
+    gpu.setattr(engine, "as_rollout", lambda *parts: results.append(parts) or MagicMock())
     with Waits(refuse=False) as waits:
         sampler.sample(PROMPTS, keys, [0], 10, 1.0)
     assert set(waits.found) <= {"lift_fresh"}  # lists that become tensors in pinned memory (``send``)

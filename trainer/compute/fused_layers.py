@@ -129,7 +129,14 @@ def attention_forward(
     if getattr(cache, "fused", False) and cache.positions is not None:
         out = cache.attend(layer, layer.qkv(hidden_states), cos, sin, window)
     else:
-        query, key, value = _heads(layer, hidden_states)
+        if hasattr(layer, "qkv"):  # the sampler's copy computes the three at once
+            parts = layer.qkv(hidden_states).split(layer.qkv.sizes, -1)
+        else:
+            parts = [p(hidden_states) for p in (layer.q_proj, layer.k_proj, layer.v_proj)]
+        query, key, value = (part.contiguous().unflatten(-1, (-1, layer.head_dim)) for part in parts)
+        if hasattr(layer, "q_norm"):
+            query = layer.q_norm(query)
+            key = layer.k_norm(key)
         out = rotated_attention(query, key, value, cos, sin, kwargs.get("packing"), window, layer.scaling)
         if out is None:
             query = _rotate(query, cos, sin).transpose(1, 2)
@@ -148,19 +155,6 @@ def attention_forward(
                 **kwargs,
             )
     return layer.o_proj(out.reshape((*hidden_states.shape[:-1], -1))), None
-
-
-def _heads(layer, x):
-    """Hidden states -> queries, keys and values [B, T, heads, dim], not rotated yet."""
-    if hasattr(layer, "qkv"):  # the sampler's copy computes the three at once
-        parts = layer.qkv(x).split(layer.qkv.sizes, -1)
-    else:
-        parts = [p(x) for p in (layer.q_proj, layer.k_proj, layer.v_proj)]
-    query, key, value = (part.contiguous().unflatten(-1, (-1, layer.head_dim)) for part in parts)
-    if hasattr(layer, "q_norm"):
-        query = layer.q_norm(query)
-        key = layer.k_norm(key)
-    return query, key, value
 
 
 def layer_forward(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:

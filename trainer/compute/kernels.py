@@ -40,9 +40,11 @@ def _cuda():
     except Exception as error:  # no Triton, a GPU too old for it, no compiler: whatever it raises
         if is_out_of_memory(error):  # says nothing about the kernels
             raise
-        reason = first_line(error)[:120]
-        needs = "Triton needs a C compiler and Python's headers (python3-dev)"
-        warnings.warn(f"no Triton kernels, plain torch is slower: {reason}; {needs}", stacklevel=3)
+        warnings.warn(
+            f"no Triton kernels, plain torch is slower: {first_line(error)[:120]}; Triton needs a C compiler "
+            "and Python's headers (python3-dev)",
+            stacklevel=3,
+        )
         return None
     return cuda
 

@@ -80,6 +80,8 @@ def token_logprobs(
         grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
         grad_bias = torch.zeros_like(bias) if bias is not None and bias.requires_grad else None
         table = weight.to(dtype)
+        grad = grad / temperature  # d logits are divided by it
+        grad_entropy = grad_entropy / temperature
         for c in chunks:
             x = kept.pop(0) if keeps else logits_of(c, states, table, bias)
             if not keeps and not gpu:
@@ -98,7 +100,7 @@ def token_logprobs(
                     1 / temperature,
                 )
             else:
-                d = _grad_logits(x, targets[c], grad[c], temperature, dtype, *learned)
+                d = _grad_logits(x, targets[c], grad[c], dtype, *learned)
             grad_states[c] = _product(d, table)
             if grad_bias is not None:
                 grad_bias += d.sum(0)
@@ -130,12 +132,9 @@ def _logprobs(logits, targets, temperature, keeps):
     return z.gather(1, targets[:, None]).squeeze(1) - total, total - z.mul_(p).sum(-1), p
 
 
-def _grad_logits(p, targets, grad, temperature, dtype, entropy, grad_entropy):
-    """-> grad (onehot - p) / temperature [n, V] in ``dtype``; p may be overwritten. entropy H [n] and its
-    gradient h [n] add - h p (log p + H) / temperature; None add nothing."""
-    grad = grad / temperature
-    if entropy is not None:
-        grad_entropy = grad_entropy / temperature
+def _grad_logits(p, targets, grad, dtype, entropy, grad_entropy):
+    """-> grad (onehot - p) [n, V] in ``dtype``; p may be overwritten. entropy H [n] and its gradient h [n]
+    add - h p (log p + H); None add nothing."""
     kernels = kernels_for(p, grad, entropy, grad_entropy, result=dtype)
     if kernels is not None:
         result = torch.empty_like(p, dtype=dtype)

@@ -119,8 +119,7 @@ def peak_memory() -> int:
     try:
         import resource
     except ImportError:  # Windows
-        now = psutil.Process().memory_info()
-        return getattr(now, "peak_wset", now.rss)
+        return psutil.Process().memory_info().peak_wset
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

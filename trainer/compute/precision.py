@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errors import InputError
 from model.weights import HalfEmbedding, HalfLinear
 
 LINEAR = (nn.Linear, HalfLinear)
@@ -40,7 +39,7 @@ def fast_dtype(name: str, device: torch.device) -> torch.dtype:
         if not native and torch.cuda.get_device_capability(device) >= (7, 0):  # V100, T4, RTX 20
             return torch.float16
     else:
-        able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        able = torch.cpu.get_capabilities()
         native = onednn_takes_bf16() and any(able.get(x) for x in ("avx512_bf16", "amx_bf16", "bf16"))
     return torch.bfloat16 if native else torch.float32
 
@@ -73,16 +72,6 @@ def set_precision(name: str, device: torch.device, deterministic: int = 0) -> to
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return fast_dtype(name, device)
-
-
-def check_finite(numbers: Tensor, dtype: torch.dtype, what: str) -> None:
-    """Raise InputError if these numbers, computed in ``dtype``, hold a NaN or an infinity. what: whose they
-    are."""
-    if not numbers.isfinite().all():
-        raise InputError(
-            f"in {str(dtype)[6:]} {what} gives numbers that are NaN or infinite; "
-            "use --dtype float32, or lower the learning rates"
-        )
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
@@ -131,7 +120,7 @@ def keep_exact(models: Sequence[nn.Module], dtype: torch.dtype) -> None:
 def holds(p: Tensor, dtype: torch.dtype) -> bool:
     """Whether every number of this tensor is the same in ``dtype``. One without memory, of a model
     that is only planned, counts as if."""
-    return p.is_meta or p.dtype == dtype or p.to(dtype).to(p.dtype).equal(p)
+    return p.is_meta or p.to(dtype).to(p.dtype).equal(p)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

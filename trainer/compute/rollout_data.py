@@ -72,7 +72,7 @@ class Rollout:
         response_len = [self.layout.response_len[row] for row in rows]
         layout = Layout.of_responses(prompt_len, response_len, device)
         places = send(torch.tensor(rows), device)
-        picked: dict[str, Any] = {}
+        picked = {}
         for name, x in self.filled().items():
             if x.dim() == 2:
                 x = x[:, : layout.longest if name == "tokens" else layout.shape[1]]

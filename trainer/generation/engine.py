@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from errors import InputError
 from progress_bar import phase
 from trainer.compute.batching import micro_batches, pad_right, send, tokens_per_pass
 from trainer.compute.kernels import kernels_for
 from trainer.compute.logprobs import head_logits
 from trainer.compute.memory import attempt, out_of_memory_error
-from trainer.compute.precision import check_finite
 from trainer.compute.rollout_data import Rollout, as_rollout
 from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.kv_cache import KVCache, bytes_per_token
@@ -96,18 +96,19 @@ class Sampler:
         temperature 0 is greedy. When memory runs out, sampling starts again with half the slots: the same
         tokens up to rounding. InputError if a single sequence does not fit, or if the model gives NaN.
         """
+        count = len(prompt_ids)
         width = max(map(len, prompt_ids)) + max_gen_len
 
         def run():
-            sizes = tuple(map(max, self.sizes, (len(prompt_ids), width, max_gen_len)))
+            sizes = tuple(map(max, self.sizes, (count, width, max_gen_len)))
             engine = self._engine(sizes, (EarlyEnds(min_gen_len, tuple(eos_ids)), stops))
             engine.start(prompt_ids, keys, max_gen_len, temperature)
-            with phase("sampling", len(prompt_ids), "responses") as bar:
+            with phase("sampling", count, "responses") as bar:
                 while engine.waiting or engine.live:
                     engine.admit()
                     engine.advance()
                     engine.compact()
-                    bar.update(len(prompt_ids) - len(engine.waiting) - engine.live - bar.n)
+                    bar.update(count - len(engine.waiting) - engine.live - bar.n)
             return engine
 
         with torch.inference_mode():
@@ -116,12 +117,19 @@ class Sampler:
                 if self.tried == 1:
                     raise out_of_memory_error(width)
                 self.slots = self.tried // 2
-        n = len(prompt_ids)
         # Not in inference mode: its tensors may take part in training.
         rollout = as_rollout(
-            prompt_ids, engine.tokens[:n], engine.logprobs[:n], engine.response_len[:n], engine.finished[:n]
+            prompt_ids,
+            engine.tokens[:count],
+            engine.logprobs[:count],
+            engine.response_len[:count],
+            engine.finished[:count],
         )
-        check_finite(rollout.sampler_logprobs, self.copy.model.dtype, "the policy")
+        if not rollout.sampler_logprobs.isfinite().all():
+            raise InputError(
+                f"in {str(self.copy.model.dtype)[6:]} the policy gives numbers that are NaN or infinite; "
+                "use --dtype float32, or lower the learning rates"
+            )
         return rollout
 
     def _engine(self, sizes, ends):

@@ -37,11 +37,6 @@ class JoinedLinear(nn.Module):
         self.weight = torch.cat([x.t() for x in weights], 1).t() if transposed else torch.cat(weights)
         self.bias = torch.cat(biases) if biases else None
 
-    def parts(self) -> list[Tensor]:
-        """The weights [out, in] of the linear layers, then their biases, if any: views."""
-        joined = [self.weight] if self.bias is None else [self.weight, self.bias]
-        return [part for x in joined for part in x.split(self.sizes)]
-
     def pack(self) -> None:
         """Make the blocked layout of the weights, which are not needed any more then."""
         if self.is_blocked:
@@ -88,7 +83,10 @@ class SamplerCopy:
             biases = [linear.bias for linear in linears if linear.bias is not None]
             layer = JoinedLinear(weights, biases, on_cpu)
             self.joined.append(layer)
-            for p, part in zip([*weights, *biases], layer.parts(), strict=True):
+            parts = layer.weight.split(layer.sizes)  # views, as those of the biases
+            if layer.bias is not None:
+                parts += layer.bias.split(layer.sizes)
+            for p, part in zip([*weights, *biases], parts, strict=True):
                 self.places[names[p]].append(part)
             return layer
 

@@ -74,7 +74,7 @@ class StopStrings:
         self.texts = texts
         self.tokenizer = tokenizer
         stops = tuple(text.encode() for text in texts)
-        starts = sorted({stop[:end] for stop in stops for end in range(len(stop))}, key=len)
+        starts = sorted({stop[:end] for stop in stops for end in range(len(stop))})
         states = {text: place for place, text in enumerate(starts)}
         count = len(states)  # the first of them is b""
         after = torch.zeros(2 * count, 256, dtype=torch.int64)  # the table of single bytes

@@ -68,13 +68,14 @@ def call(name: str, *arguments: Any) -> int:
     pointer = 1
     values = []
     for x in arguments:
-        if type(x) in NUMBERS:
+        if isinstance(x, Tensor):
+            if x.dtype is torch.bfloat16:
+                bf16 |= pointer
+            values.append(x.data_ptr())
+        else:
             values.append(x)
-            continue
-        values.append(None if x is None else x.data_ptr())
-        if x is not None and x.dtype is torch.bfloat16:
-            bf16 |= pointer
-        pointer *= 2
+        if type(x) not in NUMBERS:
+            pointer *= 2
     return function(bf16, torch.get_num_threads(), *values)
 
 

@@ -11,9 +11,10 @@ et al. 2023 (arXiv:2305.13245).
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-MINUS_INF = tl.constexpr(-float("inf"))
-LOWEST = tl.constexpr(-1e30)  # stands for -inf, whose difference to -inf would be NaN
+MINUS_INF = constexpr(-float("inf"))
+LOWEST = constexpr(-1e30)  # stands for -inf, whose difference to -inf would be NaN
 # Kernels over the rows of a tensor [rows, width], in tiles [ROWS, BLOCK]. Grid: tiles, blocks of columns
 over_rows = triton.jit(do_not_specialize=["rows"])
 
@@ -28,20 +29,20 @@ def _read(x, inside):
 
 
 @triton.jit
-def _tile(first, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _tile(number, rows, width, ROWS: constexpr, BLOCK: constexpr):
     """-> of a tile: its rows [ROWS, 1], columns [1, BLOCK], places in the tensor, which of them exist"""
-    row = first + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    row = number * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     return row, column, row * width + column, (row < rows) & (column < width)
 
 
 @over_rows
-def rms_norm(x, delta, weight, s, y, r, eps, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm(x, delta, weight, s, y, r, eps, rows, width, ROWS: constexpr, BLOCK: constexpr):
     """y = s r weight with r = (mean s^2 + eps)^-1/2. s is x, or with a delta x + delta, and is written then.
 
     x, delta, s, y [rows, width]; weight [width]; r [rows]. One block is a whole row.
     """
-    row, column, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    row, column, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     v = _read(x + place, inside)
     if delta is not None:
         v += _read(delta + place, inside)
@@ -54,7 +55,7 @@ def rms_norm(x, delta, weight, s, y, r, eps, rows, width, ROWS: tl.constexpr, BL
 @over_rows
 def rms_norm_backward(
     s, weight, r, grad_y, grad_s, grad_x, grad_delta, parts, rows, width,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """The gradient of rms_norm, from the gradients of y and (if not None) of s: grad_x, its copy grad_delta
     (if not None), and a partial sum of the weight's gradient for each program, parts [programs, width].
@@ -64,8 +65,8 @@ def rms_norm_backward(
     d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
     own = tl.arange(0, BLOCK)
     w = _read(weight + own, own < width)[None, :]
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        row, _, place, inside = _tile(first, rows, width, ROWS, BLOCK)
+    for number in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row, _, place, inside = _tile(number, rows, width, ROWS, BLOCK)
         scale = _read(r + row, row < rows)
         v = _read(s + place, inside) * scale
         d = _read(grad_y + place, inside)
@@ -81,7 +82,7 @@ def rms_norm_backward(
 
 
 @triton.jit
-def _rotated(x, there, norm, cos, sin, dim, eps, direction, D: tl.constexpr):
+def _rotated(x, there, norm, cos, sin, dim, eps, direction, D: constexpr):
     """Heads at the pointers x [n, 1], normed if there are weights for that, and rotated -> [n, D]: the halves
     (x1, x2) of a head become (x1 cos - x2 sin, x2 cos + x1 sin)."""
     d = tl.arange(0, D)[None, :]
@@ -99,12 +100,10 @@ def _rotated(x, there, norm, cos, sin, dim, eps, direction, D: tl.constexpr):
 
 
 @over_rows
-def rotate(
-    x, cos, sin, y, heads: tl.constexpr, direction, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def rotate(x, cos, sin, y, heads: constexpr, direction, rows, width, ROWS: constexpr, BLOCK: constexpr):
     """Rotary positions of heads x, y [rows, width], in which each token has ``heads`` heads; cos and sin
     [tokens, width]; direction -1 rotates back."""
-    row, _, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    row, _, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     turn = tl.minimum(row, rows - 1) // heads * width  # those of a row behind the last one do not exist
     there = row < rows
     turned = _rotated(x + row * width, there, None, cos + turn, sin + turn, width, 0.0, direction, BLOCK)
@@ -112,20 +111,18 @@ def rotate(
 
 
 @over_rows
-def silu_mul(gate, up, y, stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def silu_mul(gate, up, y, stride, rows, width, ROWS: constexpr, BLOCK: constexpr):
     """y = silu(gate) * up; gate and up have rows ``stride`` apart, y is contiguous."""
-    row, column, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    row, column, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     g = _read(gate + row * stride + column, inside)
     u = _read(up + row * stride + column, inside)
     tl.store(y + place, g * tl.sigmoid(g) * u, inside)
 
 
 @over_rows
-def silu_mul_backward(
-    gate, up, grad, grad_gate, grad_up, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def silu_mul_backward(gate, up, grad, grad_gate, grad_up, rows, width, ROWS: constexpr, BLOCK: constexpr):
     """The gradient of silu_mul; silu'(g) = s (1 + g (1 - s)) with s the sigmoid of g."""
-    _, _, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    _, _, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     g = _read(gate + place, inside)
     d = _read(grad + place, inside)
     s = tl.sigmoid(g)
@@ -140,7 +137,7 @@ def silu_mul_backward(
 def decode_attention(
     query, cos, sin, q_norm, k_norm, positions, keys, values, out,
     dim, width, window, scale, eps,
-    SHARED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
+    SHARED: constexpr, ROWS: constexpr, D: constexpr, COLUMNS: constexpr,
 ):  # fmt: skip
     """Attention of n queries, each at its position of its row of the cache. Grid: (n, groups)
 
@@ -167,8 +164,8 @@ def decode_attention(
     query += row * (heads + 2 * groups) * dim
     cos += row * dim
     sin += row * dim
-    asking = query + (group * SHARED + head)[:, None] * dim
-    q = _rotated(asking, there, q_norm, cos, sin, dim, eps, 1, D).to(kind)
+    asking = (group * SHARED + head)[:, None] * dim
+    q = _rotated(query + asking, there, q_norm, cos, sin, dim, eps, 1, D).to(kind)
     own = query + (heads + group + tl.zeros([1, 1], tl.int32)) * dim
     own_k = _rotated(own, True, k_norm, cos, sin, dim, eps, 1, D).to(kind)
     own_v = _read(query + (heads + groups + group) * dim + d, d < dim).to(kind)
@@ -190,15 +187,15 @@ def decode_attention(
         total = total * keep + tl.sum(p, 1)
         sums = sums * keep[:, None] + tl.dot(p.to(kind), v, input_precision="ieee")
         most = higher
-    place = (row * heads + group * SHARED + head)[:, None] * dim + across
-    tl.store(out + place, sums / total[:, None], there & (across < dim))
+    out += row * heads * dim
+    tl.store(out + asking + across, sums / total[:, None], there & (across < dim))
 
 
 # ------------------------------------------------------------------------------------------------ logits
 
 
 @triton.jit
-def token_logprobs(logits, targets, logprobs, entropy, log_sum, size, scale, BLOCK: tl.constexpr):
+def token_logprobs(logits, targets, logprobs, entropy, log_sum, size, scale, BLOCK: constexpr):
     """The log-prob of each row's target, the entropy, and log sum e^z, where z = scale * logits [rows, size].
 
     One pass over the logits. Each of BLOCK lanes sees every BLOCK-th z, and keeps the largest one so far
@@ -237,23 +234,23 @@ def token_logprobs(logits, targets, logprobs, entropy, log_sum, size, scale, BLO
 @over_rows
 def token_logprobs_backward(
     logits, targets, log_sum, grad, entropy, grad_entropy, out, scale, rows, width,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """out = grad scale (onehot(target) - p) [rows, width], p = e^(z - log_sum): the gradient of the logits,
-    which it may overwrite.
+    """out = grad (onehot(target) - p) [rows, width], p = e^(z - log_sum): the gradient of the logits, which
+    it may overwrite.
 
-    grad [rows] is that of the log-prob, log_sum [rows] is log sum e^z. Less grad_entropy scale p (log p +
-    entropy), where entropy [rows] and its gradient are not None.
+    grad [rows] is that of the log-prob, times scale, log_sum [rows] is log sum e^z. Less grad_entropy p
+    (log p + entropy), where entropy [rows] and its gradient, times scale, are not None.
     """
-    row, column, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    row, column, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     there = row < rows
     log_p = _read(logits + place, inside) * scale - _read(log_sum + row, there)
     p = tl.exp(log_p)
     own = (column == tl.load(targets + row, there, 0)).to(tl.float32)
-    slope = _read(grad + row, there) * scale * (own - p)
+    slope = _read(grad + row, there) * (own - p)
     if entropy is not None:  # where p is 0 its logarithm may be -inf
         pull = p * (tl.where(p == 0, 0, log_p) + _read(entropy + row, there))
-        slope -= _read(grad_entropy + row, there) * scale * pull
+        slope -= _read(grad_entropy + row, there) * pull
     tl.store(out + place, slope, inside)
 
 
@@ -272,7 +269,7 @@ def _first_beyond(weights, target, places, none):
 @triton.jit(do_not_specialize_on_alignment=["row", "token", "count", "done"])
 def sample_and_store(
     logits, size, scale, noise, row, token, count, done, ends, ends_count, limit,
-    tokens, logprobs, width, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    tokens, logprobs, width, BLOCK: constexpr, BLOCKS: constexpr,
 ):  # fmt: skip
     """``Engine._sample_and_store`` of n slots, not greedy. Slots that are done stay as they are. Grid: (n,)
 
@@ -301,17 +298,13 @@ def sample_and_store(
             largest = tl.where(block == start // BLOCK, high, largest)
             sums = tl.where(block == start // BLOCK, tl.sum(p, 0), sums)
         most = tl.max(largest, 0)
-        shares = tl.exp(largest - most)
-        weights = (sums * shares).to(tl.float64)
+        weights = (sums * tl.exp(largest - most)).to(tl.float64)
         total = tl.sum(weights, 0)
         chosen = _first_beyond(weights, u * total, block, BLOCKS)
         column += chosen * BLOCK
         z = scale * tl.load(logits + column, column < size, MINUS_INF).to(tl.float32)
         below = u * total - tl.sum(tl.where(block < chosen, weights, 0.0), 0)
-        here = block == chosen  # inside, probabilities are relative to the block's largest, as its sum is
-        below /= tl.sum(tl.where(here, shares, 0.0), 0)
-        high = tl.max(tl.where(here, largest, MINUS_INF), 0)
-        drawn = tl.minimum(_first_beyond(tl.exp(z - high).to(tl.float64), below, column, size), size - 1)
+        drawn = _first_beyond(tl.exp(z - most).to(tl.float64), below, column, size)
         logprob = tl.sum(tl.where(column == drawn, z, 0.0), 0) - most - tl.log(total.to(tl.float32))
         ended = drawn < 0
         for i in range(ends_count):
