@@ -120,7 +120,7 @@ def keep_exact(models: Sequence[nn.Module], dtype: torch.dtype) -> None:
 def holds(p: Tensor, dtype: torch.dtype) -> bool:
     """Whether every number of this tensor is the same in ``dtype``. One without memory, of a model
     that is only planned, counts as if."""
-    return p.is_meta or p.to(dtype).to(p.dtype).equal(p)
+    return p.is_meta or p.dtype == dtype or p.to(dtype).to(p.dtype).equal(p)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
