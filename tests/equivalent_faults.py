@@ -96,7 +96,7 @@ HAND_WRITTEN = {
         ("x[kept:][kept - self.max_length :]", "x[kept : self.max_length]", "tests/rewards/test_rewards.py"),
         ("scores - self.offset", "scores + self.offset", "tests/rewards/test_rewards.py"),
     ],
-    "trainer/models.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
+    "trainer/run.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
     "trainer/options/best.py": [
         ("fingerprint, *code, *args.eval_reward_model]", "fingerprint]", "tests/test_best.py")
     ],

@@ -8,8 +8,9 @@ docs/models.md.
 import math
 import re
 import warnings
-from collections.abc import Mapping
-from typing import NamedTuple
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import load_thinking, set_system_prompt, set_template, set_template_kwargs
 from dataset.formats import Keys
-from dataset.lm_dataset import LoggedAnswers, RLAIFDataset
+from dataset.lm_dataset import LoggedAnswers, RecordDataset, RLAIFDataset
 from errors import InputError
 from model.loading import (
     as_input_error,
@@ -273,6 +274,22 @@ def sampling_sizes(
     batch = 0 if args.offline_data_path else args.batch_size
     rows = max(batch, min(max(EVAL_BATCH, args.num_generations), len(held_out or ()) * args.num_generations))
     return rows, longest + args.max_gen_len, args.max_gen_len
+
+
+def describe_texts(args: Namespace, datasets: Iterable[RecordDataset[Any] | None]) -> list[str]:
+    """Lines on how the texts of these datasets, or None, were read, for runs of all stages."""
+    notes = set()
+    for data in filter(None, datasets):
+        if data.tools:
+            notes.add(f"{data.path}: tools are ignored: turns that call one or hold its result are left out")
+        if left_out := data.records.left_out:
+            notes.add(f"{data.path}: by name or kind not of its split train and not read: {left_out}")
+    lines = [f"note     {note}" for note in sorted(notes)]
+    if args.system_prompt:
+        lines.append(f"system   {args.system_prompt}")
+    if args.chat_template_kwargs:
+        lines.append(f"template with {args.chat_template_kwargs}")
+    return lines
 
 
 # ------------------------------------------------------------------------- can this policy be trained here?

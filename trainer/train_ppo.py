@@ -17,7 +17,7 @@
                   with 1, the default, it is the actor itself
         log, evaluate, save, stop
 
-What each model starts from, and why the reference never changes: models.py. The flags come first; the
+What each model starts from, and why the reference never changes: run.py. The flags come first; the
 algorithm begins at ``collect``. Why each thing is as it is: docs/ppo.md. What is left out on purpose:
 README.md, "What is not supported".
 
