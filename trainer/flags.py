@@ -176,6 +176,7 @@ class FlagParser(argparse.ArgumentParser):
         args.argv = list(sys.argv[1:] if argv is None else argv)
         args.declared = self.flags
         given = {word.partition("=")[0] for word in args.argv}
+        asked = {}  # {a flag that asks for something to happen: its value as text}
         for name, flag in self.flags.items():
             value = getattr(args, name)
             if value == "" and flag.kind is path and f"--{name}" in given:
@@ -184,8 +185,25 @@ class FlagParser(argparse.ArgumentParser):
                 raise InputError(f"--{name}: has no value; --help all lists all flags")
             if isinstance(value, int | float) and (rule := flag.problem(value)):
                 raise InputError(f"--{name} {str(value)[:100]}: must be {rule}")
-        check_together(args)
+            if flag.asks(value):
+                asked[name] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        self._check_together(asked)
         return args
+
+    def _check_together(self, asked: Mapping[str, str]) -> None:
+        """Raise InputError where a flag excludes another, or is of no use without one, as they were
+        declared."""
+        for name, text in asked.items():
+            flag = self.flags[name]
+            for condition, why in flag.not_with.items():
+                other, _, value = condition.partition("=")
+                if other in asked and value in ("", asked[other]):
+                    raise InputError(
+                        f"--{name} {text}: not with --{other} {asked[other]}: {why}; leave one of them out"
+                    )
+            needed = flag.needs if isinstance(flag.needs, str) else flag.needs.get(text)
+            if needed and needed not in asked:
+                raise InputError(f"--{name} {text}: is of use only with --{needed}; set that too")
 
     def _unknown(self, word: str) -> str:
         """What to say of a word that is no flag: our name for a peer's flag, or the nearest of ours."""
@@ -222,26 +240,6 @@ class ShowHelp(argparse.Action):
                 action.help = argparse.SUPPRESS
         parser.print_help()
         parser.exit()
-
-
-def check_together(args: Flags) -> None:
-    """Raise InputError where a flag excludes another, or is of no use without one, as they were declared."""
-    asked = {}
-    for name, flag in args.declared.items():
-        value = getattr(args, name)
-        if flag.asks(value):
-            asked[name] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    for name, text in asked.items():
-        flag = args.declared[name]
-        for condition, why in flag.not_with.items():
-            other, _, value = condition.partition("=")
-            if other in asked and value in ("", asked[other]):
-                raise InputError(
-                    f"--{name} {text}: not with --{other} {asked[other]}: {why}; leave one of them out"
-                )
-        needed = flag.needs if isinstance(flag.needs, str) else flag.needs.get(text)
-        if needed and needed not in asked:
-            raise InputError(f"--{name} {text}: is of use only with --{needed}; set that too")
 
 
 def add_machine_flags(p: FlagParser) -> None:

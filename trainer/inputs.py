@@ -75,7 +75,7 @@ LAM_OF_SHORT = 0.95  # the lambda that suited such answers best
 
 def complete_flags(args: Flags) -> Flags:
     """Fill in what train_ppo.py's flags leave open and no file has to be read for -> the flags. Raises
-    InputError. What flags need and exclude was checked before (``check_together`` in flags.py)."""
+    InputError. What flags need and exclude was checked before (``FlagParser``)."""
     args = complete_output_flags(args)
     if args.reward_url and not re.fullmatch(ADDRESS, args.reward_url):
         raise InputError(

@@ -33,11 +33,9 @@ class RunningScale(Kept):
     """
 
     kept = ("batches", "variance", "last")
-
-    def __init__(self) -> None:
-        self.batches = 0
-        self.variance = 0.0
-        self.last = 0.0  # the variance of the batch before
+    batches = 0
+    variance = 0.0
+    last = 0.0  # the variance of the batch before
 
     @property
     def std(self) -> float:
@@ -107,7 +105,6 @@ class ValueScale(RunningScale):
     all equal do not change it: with --kl_in reward their returns differ by the KL only."""
 
     def __init__(self, critic: CriticModel):
-        super().__init__()
         self.critic = critic
 
     def rescale_critic(
