@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,7 +37,6 @@ from model.loading import (
     tokenizer_source,
 )
 from trainer.compute.scoring import PolicyScorer, short_windows
-from trainer.default_rates import suited_rate
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
@@ -71,6 +71,15 @@ CLIPS = {"clip": (0.2, None), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
 ADDRESS = r"https?://(\[[\da-fA-F:.]+\]|[^\s:/?#@[\]]+)(:\d+)?([/?#][!-~]*)?"  # host, port and path
 SHORT = 64  # tokens of an answer
 LAM_OF_SHORT = 0.95  # the lambda that suited such answers best
+# (trained parameters, peak learning rate). Between two points the line is straight in logarithms of both,
+# beyond the ends it is level. Where the numbers come from: docs/ppo.md, "Learning rates".
+SUITED = {
+    "actor": ((1.3e6, 5e-4), (4.9e6, 2e-4), (2.25e7, 3e-5), (5e8, 1e-6), (8e9, 5e-7)),
+    "critic": ((1.3e6, 5e-4), (4.9e6, 5e-4), (2.25e7, 2e-4), (5e8, 1e-5), (8e9, 9e-6)),
+    "sft": ((1.3e6, 2e-3), (5e8, 2e-5), (8e9, 5e-6)),
+    "reward": ((1.3e6, 1e-3), (5e8, 1e-5), (8e9, 5e-6)),
+}
+LORA_FACTOR = 4  # measured on the demo: 2 to 6 times the rate of all weights works, 10 times is too much
 
 
 def complete_flags(args: Flags) -> Flags:
@@ -229,6 +238,16 @@ def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
     )
 
 
+def suited_rate(kind: str, parameters: int, lora: bool = False) -> float:
+    """The peak learning rate for a model of so many ``parameters``, of two digits.
+
+    kind: "actor", "critic", "sft" or "reward"; lora: only adapters beside these parameters train.
+    """
+    sizes, rates = np.log(SUITED[kind]).T
+    rate = math.exp(np.interp(math.log(parameters), sizes, rates))
+    return float(f"{rate * (LORA_FACTOR if lora else 1):.1e}")
+
+
 def choose_rates(
     args: Flags, models: Mapping[str, tuple[str, PreTrainedModel]], lora: bool = False
 ) -> tuple[dict[str, float], str | None]:
@@ -257,23 +276,6 @@ def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:
     args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
     args.chat_template_kwargs = set_template_kwargs(tokenizer, args.chat_template_kwargs)
     return tokenizer
-
-
-def sampling_sizes(
-    args: Flags, policy: PreTrainedModel, prompts: Prompts, held_out: RLAIFDataset | None
-) -> tuple[int, int, int]:
-    """(most prompts that a process samples at once, longest prompt plus response, longest response) of a run:
-    what the sampler must have room for. Raises InputError where the policy has fewer positions."""
-    longest = max(data.longest for data in (prompts, held_out) if data)
-    limit = most_positions(policy.config)
-    if longest + args.max_gen_len > limit:
-        raise InputError(
-            f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
-            f"positions of {args.model}; lower it or --max_seq_len"
-        )
-    batch = 0 if args.offline_data_path else args.batch_size
-    rows = max(batch, min(max(EVAL_BATCH, args.num_generations), len(held_out or ()) * args.num_generations))
-    return rows, longest + args.max_gen_len, args.max_gen_len
 
 
 def describe_texts(args: Namespace, datasets: Iterable[RecordDataset[Any] | None]) -> list[str]:
@@ -339,7 +341,9 @@ class Inputs(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     prompts: Prompts
     held_out: RLAIFDataset | None  # the prompts of an evaluation
-    room: tuple[int, int, int]  # ``sampling_sizes``
+    # What the sampler must have room for: the most prompts that a process samples at once, the longest prompt
+    # plus response, the longest response.
+    room: tuple[int, int, int]
     notes: list[str | None]  # lines that say what was chosen
 
 
@@ -370,6 +374,18 @@ def load_inputs(args: Flags, world: World) -> Inputs:
     else:
         prompts = read_prompts(args.data_path)
     held_out = read_prompts(args.eval_data_path) if args.eval_data_path else None
-    room = sampling_sizes(args, actor, prompts, held_out)
+    longest = args.max_gen_len + max(data.longest for data in (prompts, held_out) if data)
+    limit = most_positions(actor.config)
+    if longest > limit:
+        raise InputError(
+            f"--max_gen_len {args.max_gen_len}: with prompts of {longest - args.max_gen_len} tokens it "
+            f"exceeds the {limit} positions of {args.model}; lower it or --max_seq_len"
+        )
+    answers = args.num_generations
+    rows = max(
+        0 if args.offline_data_path else args.batch_size,
+        min(max(EVAL_BATCH, answers), len(held_out or ()) * answers),
+    )
+    room = rows, longest, args.max_gen_len
     notes = [choose_reasoning(args, world, actor, tokenizer, prompts), accuracy_note(held_out)]
     return Inputs(actor, tokenizer, prompts, held_out, room, notes)
