@@ -20,7 +20,7 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         "any row will do where there is none left": ["rows = index or [1]"],
     },
     "trainer/train_ppo.py": {
-        EXACTLY: ["stopped = 0 < args.target_kl <= total_kl / token_count"],
+        EXACTLY: ["stopped = 0 < run.args.target_kl <= total_kl / token_count"],
         "whichever comes to the GPU first": ["with run.host.on_device(run.ref, run.old_actor):"],
         "what trains no more has no step to note": ["pass  # break"],
         "a share of 1 is all tokens": ["if args.entropy_top <= 1:", "if args.entropy_top < 2:"],

@@ -43,8 +43,9 @@ class Flag:
     kind: type  # of its values; bool for a flag without a value
     # When a run is resumed: it changes what one sees or where it runs, or it names a file.
     may_change: bool = False
-    at_most: float = inf
-    at_least: float = -inf
+    # Of a number:
+    at_most: float = MANY
+    at_least: float = 0
     above: float = -inf
     off: object = 0  # the value that asks for nothing, besides none at all; or several of them, a tuple
     needs: str | Mapping[str, str] = ""  # the flag without which it is of no use; or {its value: that flag}
@@ -55,10 +56,10 @@ class Flag:
         """The rule that a number breaks, '' if it breaks none."""
         if not value <= self.at_most:
             return f"at most {self.at_most}"
-        if value < self.at_least:
-            return f"at least {self.at_least}"
         if value <= self.above:
             return f"above {self.above}"
+        if value < self.at_least:
+            return f"at least {self.at_least}"
         return ""
 
     def asks(self, value: object) -> bool:
@@ -160,10 +161,8 @@ class FlagParser(argparse.ArgumentParser):
                 options["metavar"] = {int: "N", float: "X", path: "PATH"}.get(kind, "TEXT")
         if kind is path:
             known["may_change"] = True
-        if kind in (int, float) and not {"choices", "nargs"} & options.keys():
-            if "above" not in known:
-                known.setdefault("at_least", 0)
-            known.setdefault("at_most", LARGE if kind is float else MANY)
+        if kind is float:
+            known.setdefault("at_most", LARGE)
         self.flags[name.lstrip("-")] = Flag(default, kind, **known)
         self._place.add_argument(name, help=help, **options)
 

@@ -210,8 +210,7 @@ def choose_reasoning(
                 if not args.shard:  # else it need not fit on a GPU
                     actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
                 ids = [prompt.prompt_ids for prompt in first[:SAMPLED]]
-                seed = 0  # not --seed: rewards must not depend on it
-                keys = noise_keys(seed, FIRST_ANSWERS, range(len(ids)))
+                keys = noise_keys(0, FIRST_ANSWERS, range(len(ids)))  # not --seed, which changes no reward
                 rollout = Sampler(actor).sample(ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
                 answers = response_texts(rollout, tokenizer)
         answers = world.from_main(answers)

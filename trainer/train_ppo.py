@@ -70,8 +70,9 @@ def flag_parser() -> FlagParser:
     switch = partial(add, choices=[0, 1])
     add_sampled = partial(add, not_with=LOGGED)  # of answers that the policy samples
     add_critic = partial(add, not_with=NO_CRITIC)
-    title = "policy (without --model and --hidden_size: the bundled demo)"
-    add_model_flags(p, title, "N: out/full_sft_N.pth")
+    add_model_flags(
+        p, "policy (without --model and --hidden_size: the bundled demo)", "N: out/full_sft_N.pth"
+    )
     switch("--use_moe", 0, "1: load the _moe checkpoint", may_change=True)
     add("--lora_r", 0, "rank of LoRA adapters; 0: every weight trains")
     p.group("data")
@@ -289,12 +290,13 @@ def collect(run: PpoRun, step: int, batches: Iterator[list]) -> Batch:
     if args.offline_data_path:
         return collect_logged(run.world, batches)
     seconds = Seconds()
-    with seconds.of("rollout"), run.world.all_or_none():  # all have read their prompts, then all sample
-        # ``Prompt``s (dataset/lm_dataset.py): with the text that the chat template makes, and its token ids
-        prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
-        noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
-    with seconds.of("rollout"), run.world.all_or_none(), sampling_from(run, run.old_actor):
-        batch = respond(run, prompts, noise, args.temperature)
+    with seconds.of("rollout"):
+        with run.world.all_or_none():  # all have read their prompts, then all sample
+            # ``Prompt``s (dataset/lm_dataset.py): with the text that the chat template makes, and its ids
+            prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
+            noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
+        with run.world.all_or_none(), sampling_from(run, run.old_actor):
+            batch = respond(run, prompts, noise, args.temperature)
     batch.seconds = seconds
     # ``Reward.raw_scores`` (rewards/combine.py) of prompts, texts and lengths, and of whether they have ended
     with seconds.of("reward"), run.world.all_or_none():
@@ -477,7 +479,6 @@ def train(
 ) -> Step | None:
     """Optimizer step ``number`` of the run, of the model "critic" or "actor": backward, sum over processes,
     clip, step. None, without a step, where ``--target_kl`` stops the actor."""
-    args = run.args
     learner = run.learners[name]
     measured = add_gradients(run, name, minibatch, token_count, number)
     metrics.merge(measured)
@@ -486,7 +487,7 @@ def train(
         [total_loss] = measured.sums(["value/loss"], run.world)
     else:
         total_loss, total_kl = measured.sums(["policy/loss", "policy/approx_kl"], run.world)
-        stopped = 0 < args.target_kl < total_kl / token_count
+        stopped = 0 < run.args.target_kl < total_kl / token_count
         metrics.add("policy/early_stop", stopped)
         if stopped:
             learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
