@@ -142,8 +142,9 @@ class FlagParser(argparse.ArgumentParser):
         self._place = self.add_argument_group(title)
 
     def add(self, name: str, default: Any, help: str, **options: Any) -> None:
-        """Declare a flag. default: its value where none is given, of the flag's type; or a type: then there
-        is none (``bool``: a flag without a value). options: argparse's, and what a ``Flag`` knows."""
+        """Declare a flag. default: its value where none is given, of the flag's type, [] of one with any
+        number of values; or a type: then there is none (``bool``: a flag without a value). options:
+        argparse's, and what a ``Flag`` knows."""
         known = {one.name: options.pop(one.name) for one in fields(Flag) if one.name in options}
         kind = options.pop("type", str if default == [] else type(default))  # of each value of a list
         if callable(default):
@@ -155,8 +156,8 @@ class FlagParser(argparse.ArgumentParser):
             options |= {"type": kind, "default": default}
             if default not in ("", None, []):
                 help += f" [{default}]".replace("%", "%%")
-            if options.get("nargs") == "*":
-                options["action"] = "extend"  # --stop a --stop b
+            if default == []:  # --stop a b, or --stop a --stop b
+                options |= {"nargs": "*", "action": "extend"}
             if name.startswith("--") and "choices" not in options:
                 options["metavar"] = {int: "N", float: "X", path: "PATH"}.get(kind, "TEXT")
         if kind is path:
@@ -267,7 +268,7 @@ def add_output_flags(p: FlagParser, interval: int) -> None:
     add("--keep_checkpoints", 2, "how many of the newest are kept", at_least=1, may_change=True, at_most=inf)
     add("--eval_interval", interval, "steps; 0: only at the ends", may_change=True, at_most=inf)
     choices = ["none", *trackers.TRACKERS]
-    add("--tracker", [], "also log there; several work", nargs="*", choices=choices, may_change=True)
+    add("--tracker", [], "also log there; several work", choices=choices, may_change=True)
     add("--use_wandb", bool, "MiniMind's name for --tracker swanlab", may_change=True)
     add("--wandb_project", "small-lm-ppo", "project in SwanLab and wandb", may_change=True)
 
