@@ -127,15 +127,6 @@ class FlagParser(argparse.ArgumentParser):
             add_help=False,
             formatter_class=partial(argparse.HelpFormatter, max_help_position=32, width=110),
         )
-        self.add_argument(
-            "-h",
-            "--help",
-            nargs="?",
-            choices=["all"],
-            action=ShowHelp,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
 
     def group(self, title: str) -> None:
         """The flags that are added from here on stand under this title in ``--help``."""
@@ -169,13 +160,20 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_args(self, argv: Sequence[str] | None = None) -> Flags:  # type: ignore[override] # no namespace
         """-> the flags, each in its range and all of them together as declared. Raises InputError that names
-        the first that is not."""
-        args, unknown = self.parse_known_args(argv, Flags())
+        the first that is not. ``--help`` shows the common flags, ``--help all`` all of them, and exits."""
+        words = list(sys.argv[1:] if argv is None else argv)
+        given = {word.partition("=")[0] for word in words}
+        if given & {"-h", "--help"}:
+            for action in self._actions:
+                if self.common and action.dest not in self.common and not {"all", "--help=all"} & {*words}:
+                    action.help = argparse.SUPPRESS
+            self.print_help()
+            self.exit()
+        args, unknown = self.parse_known_args(words, Flags())
         if unknown:
             raise InputError(self._unknown(unknown[0]))
-        args.argv = list(sys.argv[1:] if argv is None else argv)
+        args.argv = words
         args.declared = self.flags
-        given = {word.partition("=")[0] for word in args.argv}
         asked = {}  # {a flag that asks for something to happen: its value as text}
         for name, flag in self.flags.items():
             value = getattr(args, name)
@@ -229,17 +227,6 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{' '.join(message.split())[:300]}; --help all lists all flags")
-
-
-class ShowHelp(argparse.Action):
-    """``--help``: the common flags, ``--help all``: all of them."""
-
-    def __call__(self, parser: Any, namespace: object, value: object, option: str | None = None) -> None:
-        for action in parser._actions:
-            if parser.common and value != "all" and action.dest not in parser.common:
-                action.help = argparse.SUPPRESS
-        parser.print_help()
-        parser.exit()
 
 
 def add_machine_flags(p: FlagParser) -> None:

@@ -62,7 +62,6 @@ from trainer.value_scale import AdvantageScale, ValueScale
 AVERAGE = "ema.pth"  # in the run folder, of --ema_beta
 CHECK_SAMPLER = 20  # steps between two comparisons of the sampler's log-probs, where nothing else needs them
 USUAL_IDS = 0.95  # of a model's embeddings: a few have no id
-ANSWER = "Seven."
 THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")  # some templates put an empty thought before an answer
 
 
@@ -485,10 +484,11 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, eos: Iterable[int]) -> tuple[st
     eos: the ids that end a response. ("", True) where the template rewrites what stands before the answer, so
     that nothing can be said.
     """
+    answer = "Seven."
     try:
-        said, _ = learned_pieces(tokenizer, "How many days has a week?", ANSWER)[-1]
+        said, _ = learned_pieces(tokenizer, "How many days has a week?", answer)[-1]
     except InputError:
         return "", True
-    header, _, end = said.partition(ANSWER)
+    header, _, end = said.partition(answer)
     ids = tokenizer(end, add_special_tokens=False)["input_ids"]
     return THOUGHT.sub("", header).strip(), not set(eos).isdisjoint(ids)
