@@ -13,7 +13,6 @@ each process keeps a part of every model. No model has dropout: the training for
 """
 
 import re
-from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -89,8 +88,11 @@ class PpoRun(Run):
         # A single process has nobody to share with.
         self.in_step = InStep(world) if args.shard and world.size > 1 else None
         free_unused_memory()  # the copies with which the policy was checked
+        # Not with --filter_groups, where processes call reward models unequally often and would wait for each
+        # other; nor code from outside: it may use weights otherwise.
+        self.shards_rewards = self.in_step is not None and not (args.filter_groups or args.trust_remote_code)
         place = world.device  # of the reward models
-        if self.in_step and shares_reward_models(args):
+        if self.shards_rewards:
             place = torch.device("cpu")  # until they are sharded: a whole one need not fit on a GPU
         # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
         self.names_of_run = of_run = names_of_run(self.data, self.held_out)  # that functions may ask for
@@ -301,7 +303,7 @@ class PpoRun(Run):
         for scorer in dict.fromkeys(scorers):  # the old actor's may be the actor's
             shard(scorer, in_step, self.dtype)
             scorer.in_step = in_step
-        if shares_reward_models(args):
+        if self.shards_rewards:
             for model in scoring_models(self.reward, self.judge):
                 shard(model.root, in_step, self.dtype, model.model)
                 model.in_step = in_step
@@ -438,12 +440,6 @@ class PpoRun(Run):
         words += f"average  {self.folder / AVERAGE} (--ema_beta)\n" if self.ema.batches else ""
         talk = self.command("chat.py", "--model", self.result_path)
         return f"model    {self.result_path}\n{words}talk     {talk}"
-
-
-def shares_reward_models(args: Namespace) -> bool:
-    """Whether ``--shard 1`` shards reward models too. Not with --filter_groups, where processes call them
-    unequally often and would wait for each other; nor code from outside: it may use weights otherwise."""
-    return not (args.filter_groups or args.trust_remote_code)
 
 
 def critic_start(
