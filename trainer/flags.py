@@ -146,7 +146,7 @@ class FlagParser(argparse.ArgumentParser):
         else:
             options |= {"type": kind, "default": default}
             if default not in ("", None, []):
-                help += f" [{default}]".replace("%", "%%")
+                help += " [%(default)s]"
             if default == []:  # --stop a b, or --stop a --stop b
                 options |= {"nargs": "*", "action": "extend"}
             if name.startswith("--") and "choices" not in options:
