@@ -31,7 +31,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     add("--chat_template_kwargs", str, "JSON: the template's switches; default: its training's")
     add("--history", 0, "turns that it reads again; 0: each prompt is new")
     add("--max_gen_len", 512, "longest answer in tokens", at_least=1)
-    add("--stop", [], "texts that end an answer; default: its training's", nargs="*")
+    add("--stop", [], "texts that end an answer; default: its training's")
     add("--temperature", 0.0, "0: always the likeliest token; else all tokens, without top-k or top-p")
     add("--seed", 42, "seed of sampling; line n uses seed + n", at_most=2**63 - 1)
     add("--device", "", "cpu, cuda, cuda:1; default: a GPU where there is one")

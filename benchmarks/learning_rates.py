@@ -6,7 +6,7 @@
 The sizes: the demo's policy (0.8M parameters), and two more that stage 1 trains on the demo's data first
 (4.9M and 22.5M). Each is then trained on the demo's prompts with its reward model. The critic of the two
 larger sizes starts from the actor, as with a reward model that has a tokenizer of its own. The largest makes
-24 steps in place of 46. The rule: ``suited_rate`` in trainer/default_rates.py. Prints a table and writes
+24 steps in place of 46. The rule: ``suited_rate`` in trainer/inputs.py. Prints a table and writes
 benchmarks/results/learning_rates.json.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common import ROOT, read, table, write_results
 
-from trainer.default_rates import suited_rate
+from trainer.inputs import suited_rate
 
 # (name, flags of stage 1 or None for the demo's policy, parameters of actor and critic, flags of PPO)
 SIZES = [

@@ -17,8 +17,7 @@ from common import ROOT, read, table
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
 from model.model_minimind import MiniMindConfig, plain_config
-from trainer.default_rates import suited_rate
-from trainer.inputs import EVAL_BATCH, complete_sizes
+from trainer.inputs import EVAL_BATCH, complete_sizes, suited_rate
 from trainer.memory_plan import GB, USABLE, Case, Sizes, fitted_plan
 from trainer.train_ppo import flag_parser
 

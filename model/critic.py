@@ -5,7 +5,7 @@ the backbone has read the prompt and the response tokens before t, but not token
 the state in which token t is chosen (``ValueScorer`` in trainer/compute/scoring.py).
 
 Its first weights: ``--critic_init auto`` (the default) takes a ``--reward_model`` that is a classifier with
-the policy's vocabulary, else the actor (``critic_start`` in trainer/models.py).
+the policy's vocabulary, else the actor (``critic_start`` in trainer/run.py).
 """
 
 import copy

@@ -20,7 +20,7 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         "any row will do where there is none left": ["rows = index or [1]"],
     },
     "trainer/train_ppo.py": {
-        EXACTLY: ["stopped = 0 < args.target_kl <= total_kl / token_count"],
+        EXACTLY: ["stopped = 0 < run.args.target_kl <= total_kl / token_count"],
         "whichever comes to the GPU first": ["with run.host.on_device(run.ref, run.old_actor):"],
         "what trains no more has no step to note": ["pass  # break"],
         "a share of 1 is all tokens": ["if args.entropy_top <= 1:", "if args.entropy_top < 2:"],
@@ -96,7 +96,7 @@ HAND_WRITTEN = {
         ("x[kept:][kept - self.max_length :]", "x[kept : self.max_length]", "tests/rewards/test_rewards.py"),
         ("scores - self.offset", "scores + self.offset", "tests/rewards/test_rewards.py"),
     ],
-    "trainer/models.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
+    "trainer/run.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
     "trainer/options/best.py": [
         ("fingerprint, *code, *args.eval_reward_model]", "fingerprint]", "tests/test_best.py")
     ],
@@ -112,6 +112,7 @@ HAND_WRITTEN = {
     "trainer/inputs.py": [
         ("warmup_steps >= steps", "warmup_steps > steps", "tests/test_inputs.py"),
         ("args.dual_clip <= 1", "args.dual_clip < 1", "tests/test_inputs.py"),
+        ("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/test_default_rates.py"),
     ],
     "trainer/runs/optimizer_step.py": [
         (
@@ -120,7 +121,6 @@ HAND_WRITTEN = {
             "tests/runs/test_faults.py::test_a_minibatch_that_does_not_fit_is_done_again_with_less_and_said",
         )
     ],
-    "trainer/default_rates.py": [("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/test_default_rates.py")],
     "trainer/generation/sampling.py": [
         ("(sums, target, right=True)", "(sums, target)", "tests/generation/test_sampling.py")
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.default_rates import LORA_FACTOR, SUITED, suited_rate
+from trainer.inputs import LORA_FACTOR, SUITED, suited_rate
 
 
 @pytest.mark.parametrize("kind", SUITED)

@@ -15,8 +15,8 @@ from tiny import ROOT, flags, read_jsonl, run_files, write_jsonl
 import chat
 import export
 from trainer import train_ppo, train_reward, train_sft
-from trainer.about_run import start_facts
 from trainer.peer_flags import PEER_FLAGS
+from trainer.run import PpoRun
 from trainer.runs import displays, health
 
 LINK = re.compile(r"\[`(?P<name>\w+)`\]\((?P<path>[\w./]+\.py)\)")
@@ -106,7 +106,7 @@ def test_findings_are_on_their_page_and_name_only_what_there_is():
     rows = re.findall(r"^\| `(\w+)` \|", page("health"), re.MULTILINE)
     assert sorted(rows) == sorted(rule.name for rule in health.RULES)
     given = {*train_ppo.flag_parser().flags}
-    facts = re.findall(r'^        "(\w+)":', inspect.getsource(start_facts), re.MULTILINE)
+    facts = re.findall(r'^            "(\w+)":', inspect.getsource(PpoRun.facts), re.MULTILINE)
     known = given | {*facts, "start", *re.findall(r'"(\w+)"', inspect.getsource(health))}
     known |= {"reward/format", *metric_rows(page("metrics"))}
     named = set()

@@ -46,7 +46,7 @@ def test_a_wrong_flag_is_one_line(argv, line):
     p.add("--size", 3, "how many")
     p.add("--weight", 0.5, "how much")
     p.add("--file", path, "one")
-    p.add("--stop", [], "some", nargs="*")
+    p.add("--stop", [], "some")
     assert p.parse_args(["--stop", "a", "b", "--stop", "c"]).stop == ["a", "b", "c"]
     assert refused("", p.parse_args, argv) == line
 

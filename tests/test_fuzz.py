@@ -7,7 +7,6 @@ corpus beside the test of their kind, with what went wrong.
 import copy
 import io
 import json
-import math
 import pickle
 import shutil
 from contextlib import contextmanager, suppress
@@ -242,7 +241,9 @@ def test_a_tokenizer_without_an_end(tmp_path):
     check_line(refused("EOS", SFTDataset, path, tokenizer, 10))
 
 
-FLAGS = train_ppo.flag_parser().flags
+PARSER = train_ppo.flag_parser()
+FLAGS = PARSER.flags
+NUMBERS = {x.dest for x in PARSER._actions if x.type in (int, float) and not (x.choices or x.nargs)}
 ODD_TEXTS = ["nan", "inf", "-inf", "1e400", "1e-400", "", " ", "0x10", "1_0", "１２", "--", "-1e5", "\0"]
 ODD_TEXTS += ["9" * 250, "1" + "0" * 200, "\ud800", "a\nb", "x" * 300, "auto", "loss", "float32"]
 numbers = st.integers(-(10**30), 10**30) | st.integers(-3, 300) | st.floats() | st.floats(0, 2)
@@ -294,7 +295,7 @@ SET_BELOW = ("epochs", "max_steps", "num_workers", "eval_interval")  # by the te
 OF_NUMBERS = {  # every number that the script declares, so that no new flag is left out
     name: FLOATS if flag.kind is float else SMALL
     for name, flag in FLAGS.items()
-    if max(flag.at_least, flag.above) > -math.inf and name not in SET_BELOW
+    if name in NUMBERS and name not in SET_BELOW
 }
 CHOICES = [(name, value) for name, these in (OF_NUMBERS | OTHERS).items() for value in these]
 

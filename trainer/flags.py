@@ -43,8 +43,9 @@ class Flag:
     kind: type  # of its values; bool for a flag without a value
     # When a run is resumed: it changes what one sees or where it runs, or it names a file.
     may_change: bool = False
-    at_most: float = inf
-    at_least: float = -inf
+    # Of a number:
+    at_most: float = MANY
+    at_least: float = 0
     above: float = -inf
     off: object = 0  # the value that asks for nothing, besides none at all; or several of them, a tuple
     needs: str | Mapping[str, str] = ""  # the flag without which it is of no use; or {its value: that flag}
@@ -55,10 +56,10 @@ class Flag:
         """The rule that a number breaks, '' if it breaks none."""
         if not value <= self.at_most:
             return f"at most {self.at_most}"
-        if value < self.at_least:
-            return f"at least {self.at_least}"
         if value <= self.above:
             return f"above {self.above}"
+        if value < self.at_least:
+            return f"at least {self.at_least}"
         return ""
 
     def asks(self, value: object) -> bool:
@@ -126,23 +127,15 @@ class FlagParser(argparse.ArgumentParser):
             add_help=False,
             formatter_class=partial(argparse.HelpFormatter, max_help_position=32, width=110),
         )
-        self.add_argument(
-            "-h",
-            "--help",
-            nargs="?",
-            choices=["all"],
-            action=ShowHelp,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
 
     def group(self, title: str) -> None:
         """The flags that are added from here on stand under this title in ``--help``."""
         self._place = self.add_argument_group(title)
 
     def add(self, name: str, default: Any, help: str, **options: Any) -> None:
-        """Declare a flag. default: its value where none is given, of the flag's type; or a type: then there
-        is none (``bool``: a flag without a value). options: argparse's, and what a ``Flag`` knows."""
+        """Declare a flag. default: its value where none is given, of the flag's type, [] of one with any
+        number of values; or a type: then there is none (``bool``: a flag without a value). options:
+        argparse's, and what a ``Flag`` knows."""
         known = {one.name: options.pop(one.name) for one in fields(Flag) if one.name in options}
         kind = options.pop("type", str if default == [] else type(default))  # of each value of a list
         if callable(default):
@@ -153,29 +146,35 @@ class FlagParser(argparse.ArgumentParser):
         else:
             options |= {"type": kind, "default": default}
             if default not in ("", None, []):
-                help += f" [{default}]".replace("%", "%%")
-            if options.get("nargs") == "*":
-                options["action"] = "extend"  # --stop a --stop b
+                help += " [%(default)s]"
+            if default == []:  # --stop a b, or --stop a --stop b
+                options |= {"nargs": "*", "action": "extend"}
             if name.startswith("--") and "choices" not in options:
                 options["metavar"] = {int: "N", float: "X", path: "PATH"}.get(kind, "TEXT")
         if kind is path:
             known["may_change"] = True
-        if kind in (int, float) and not {"choices", "nargs"} & options.keys():
-            if "above" not in known:
-                known.setdefault("at_least", 0)
-            known.setdefault("at_most", LARGE if kind is float else MANY)
+        if kind is float:
+            known.setdefault("at_most", LARGE)
         self.flags[name.lstrip("-")] = Flag(default, kind, **known)
         self._place.add_argument(name, help=help, **options)
 
     def parse_args(self, argv: Sequence[str] | None = None) -> Flags:  # type: ignore[override] # no namespace
         """-> the flags, each in its range and all of them together as declared. Raises InputError that names
-        the first that is not."""
-        args, unknown = self.parse_known_args(argv, Flags())
+        the first that is not. ``--help`` shows the common flags, ``--help all`` all of them, and exits."""
+        words = list(sys.argv[1:] if argv is None else argv)
+        given = {word.partition("=")[0] for word in words}
+        if given & {"-h", "--help"}:
+            for action in self._actions:
+                if self.common and action.dest not in self.common and not {"all", "--help=all"} & {*words}:
+                    action.help = argparse.SUPPRESS
+            self.print_help()
+            self.exit()
+        args, unknown = self.parse_known_args(words, Flags())
         if unknown:
             raise InputError(self._unknown(unknown[0]))
-        args.argv = list(sys.argv[1:] if argv is None else argv)
+        args.argv = words
         args.declared = self.flags
-        given = {word.partition("=")[0] for word in args.argv}
+        asked = {}  # {a flag that asks for something to happen: its value as text}
         for name, flag in self.flags.items():
             value = getattr(args, name)
             if value == "" and flag.kind is path and f"--{name}" in given:
@@ -184,8 +183,25 @@ class FlagParser(argparse.ArgumentParser):
                 raise InputError(f"--{name}: has no value; --help all lists all flags")
             if isinstance(value, int | float) and (rule := flag.problem(value)):
                 raise InputError(f"--{name} {str(value)[:100]}: must be {rule}")
-        check_together(args)
+            if flag.asks(value):
+                asked[name] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        self._check_together(asked)
         return args
+
+    def _check_together(self, asked: Mapping[str, str]) -> None:
+        """Raise InputError where a flag excludes another, or is of no use without one, as they were
+        declared."""
+        for name, text in asked.items():
+            flag = self.flags[name]
+            for condition, why in flag.not_with.items():
+                other, _, value = condition.partition("=")
+                if other in asked and value in ("", asked[other]):
+                    raise InputError(
+                        f"--{name} {text}: not with --{other} {asked[other]}: {why}; leave one of them out"
+                    )
+            needed = flag.needs if isinstance(flag.needs, str) else flag.needs.get(text)
+            if needed and needed not in asked:
+                raise InputError(f"--{name} {text}: is of use only with --{needed}; set that too")
 
     def _unknown(self, word: str) -> str:
         """What to say of a word that is no flag: our name for a peer's flag, or the nearest of ours."""
@@ -211,37 +227,6 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{' '.join(message.split())[:300]}; --help all lists all flags")
-
-
-class ShowHelp(argparse.Action):
-    """``--help``: the common flags, ``--help all``: all of them."""
-
-    def __call__(self, parser: Any, namespace: object, value: object, option: str | None = None) -> None:
-        for action in parser._actions:
-            if parser.common and value != "all" and action.dest not in parser.common:
-                action.help = argparse.SUPPRESS
-        parser.print_help()
-        parser.exit()
-
-
-def check_together(args: Flags) -> None:
-    """Raise InputError where a flag excludes another, or is of no use without one, as they were declared."""
-    asked = {}
-    for name, flag in args.declared.items():
-        value = getattr(args, name)
-        if flag.asks(value):
-            asked[name] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    for name, text in asked.items():
-        flag = args.declared[name]
-        for condition, why in flag.not_with.items():
-            other, _, value = condition.partition("=")
-            if other in asked and value in ("", asked[other]):
-                raise InputError(
-                    f"--{name} {text}: not with --{other} {asked[other]}: {why}; leave one of them out"
-                )
-        needed = flag.needs if isinstance(flag.needs, str) else flag.needs.get(text)
-        if needed and needed not in asked:
-            raise InputError(f"--{name} {text}: is of use only with --{needed}; set that too")
 
 
 def add_machine_flags(p: FlagParser) -> None:
@@ -270,7 +255,7 @@ def add_output_flags(p: FlagParser, interval: int) -> None:
     add("--keep_checkpoints", 2, "how many of the newest are kept", at_least=1, may_change=True, at_most=inf)
     add("--eval_interval", interval, "steps; 0: only at the ends", may_change=True, at_most=inf)
     choices = ["none", *trackers.TRACKERS]
-    add("--tracker", [], "also log there; several work", nargs="*", choices=choices, may_change=True)
+    add("--tracker", [], "also log there; several work", choices=choices, may_change=True)
     add("--use_wandb", bool, "MiniMind's name for --tracker swanlab", may_change=True)
     add("--wandb_project", "small-lm-ppo", "project in SwanLab and wandb", may_change=True)
 

@@ -8,16 +8,18 @@ docs/models.md.
 import math
 import re
 import warnings
-from collections.abc import Mapping
-from typing import NamedTuple
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import load_thinking, set_system_prompt, set_template, set_template_kwargs
 from dataset.formats import Keys
-from dataset.lm_dataset import LoggedAnswers, RLAIFDataset
+from dataset.lm_dataset import LoggedAnswers, RecordDataset, RLAIFDataset
 from errors import InputError
 from model.loading import (
     as_input_error,
@@ -35,7 +37,6 @@ from model.loading import (
     tokenizer_source,
 )
 from trainer.compute.scoring import PolicyScorer, short_windows
-from trainer.default_rates import suited_rate
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
@@ -70,11 +71,20 @@ CLIPS = {"clip": (0.2, None), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
 ADDRESS = r"https?://(\[[\da-fA-F:.]+\]|[^\s:/?#@[\]]+)(:\d+)?([/?#][!-~]*)?"  # host, port and path
 SHORT = 64  # tokens of an answer
 LAM_OF_SHORT = 0.95  # the lambda that suited such answers best
+# (trained parameters, peak learning rate). Between two points the line is straight in logarithms of both,
+# beyond the ends it is level. Where the numbers come from: docs/ppo.md, "Learning rates".
+SUITED = {
+    "actor": ((1.3e6, 5e-4), (4.9e6, 2e-4), (2.25e7, 3e-5), (5e8, 1e-6), (8e9, 5e-7)),
+    "critic": ((1.3e6, 5e-4), (4.9e6, 5e-4), (2.25e7, 2e-4), (5e8, 1e-5), (8e9, 9e-6)),
+    "sft": ((1.3e6, 2e-3), (5e8, 2e-5), (8e9, 5e-6)),
+    "reward": ((1.3e6, 1e-3), (5e8, 1e-5), (8e9, 5e-6)),
+}
+LORA_FACTOR = 4  # measured on the demo: 2 to 6 times the rate of all weights works, 10 times is too much
 
 
 def complete_flags(args: Flags) -> Flags:
     """Fill in what train_ppo.py's flags leave open and no file has to be read for -> the flags. Raises
-    InputError. What flags need and exclude was checked before (``check_together`` in flags.py)."""
+    InputError. What flags need and exclude was checked before (``FlagParser``)."""
     args = complete_output_flags(args)
     if args.reward_url and not re.fullmatch(ADDRESS, args.reward_url):
         raise InputError(
@@ -200,8 +210,7 @@ def choose_reasoning(
                 if not args.shard:  # else it need not fit on a GPU
                     actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
                 ids = [prompt.prompt_ids for prompt in first[:SAMPLED]]
-                seed = 0  # not --seed: rewards must not depend on it
-                keys = noise_keys(seed, FIRST_ANSWERS, range(len(ids)))
+                keys = noise_keys(0, FIRST_ANSWERS, range(len(ids)))  # not --seed, which changes no reward
                 rollout = Sampler(actor).sample(ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
                 answers = response_texts(rollout, tokenizer)
         answers = world.from_main(answers)
@@ -226,6 +235,16 @@ def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
         f"accuracy none: of {held_out.answers} held-out answers only {held_out.comparable_answers} are a "
         "number or a few words, which a response can equal; --eval_reward_fn can judge the responses"
     )
+
+
+def suited_rate(kind: str, parameters: int, lora: bool = False) -> float:
+    """The peak learning rate for a model of so many ``parameters``, of two digits.
+
+    kind: "actor", "critic", "sft" or "reward"; lora: only adapters beside these parameters train.
+    """
+    sizes, rates = np.log(SUITED[kind]).T
+    rate = math.exp(np.interp(math.log(parameters), sizes, rates))
+    return float(f"{rate * (LORA_FACTOR if lora else 1):.1e}")
 
 
 def choose_rates(
@@ -258,21 +277,20 @@ def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def sampling_sizes(
-    args: Flags, policy: PreTrainedModel, prompts: Prompts, held_out: RLAIFDataset | None
-) -> tuple[int, int, int]:
-    """(most prompts that a process samples at once, longest prompt plus response, longest response) of a run:
-    what the sampler must have room for. Raises InputError where the policy has fewer positions."""
-    longest = max(data.longest for data in (prompts, held_out) if data)
-    limit = most_positions(policy.config)
-    if longest + args.max_gen_len > limit:
-        raise InputError(
-            f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
-            f"positions of {args.model}; lower it or --max_seq_len"
-        )
-    batch = 0 if args.offline_data_path else args.batch_size
-    rows = max(batch, min(max(EVAL_BATCH, args.num_generations), len(held_out or ()) * args.num_generations))
-    return rows, longest + args.max_gen_len, args.max_gen_len
+def describe_texts(args: Namespace, datasets: Iterable[RecordDataset[Any] | None]) -> list[str]:
+    """Lines on how the texts of these datasets, or None, were read, for runs of all stages."""
+    notes = set()
+    for data in filter(None, datasets):
+        if data.tools:
+            notes.add(f"{data.path}: tools are ignored: turns that call one or hold its result are left out")
+        if left_out := data.records.left_out:
+            notes.add(f"{data.path}: by name or kind not of its split train and not read: {left_out}")
+    lines = [f"note     {note}" for note in sorted(notes)]
+    if args.system_prompt:
+        lines.append(f"system   {args.system_prompt}")
+    if args.chat_template_kwargs:
+        lines.append(f"template with {args.chat_template_kwargs}")
+    return lines
 
 
 # ------------------------------------------------------------------------- can this policy be trained here?
@@ -322,7 +340,9 @@ class Inputs(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     prompts: Prompts
     held_out: RLAIFDataset | None  # the prompts of an evaluation
-    room: tuple[int, int, int]  # ``sampling_sizes``
+    # What the sampler must have room for: the most prompts that a process samples at once, the longest prompt
+    # plus response, the longest response.
+    room: tuple[int, int, int]
     notes: list[str | None]  # lines that say what was chosen
 
 
@@ -353,6 +373,18 @@ def load_inputs(args: Flags, world: World) -> Inputs:
     else:
         prompts = read_prompts(args.data_path)
     held_out = read_prompts(args.eval_data_path) if args.eval_data_path else None
-    room = sampling_sizes(args, actor, prompts, held_out)
+    longest = args.max_gen_len + max(data.longest for data in (prompts, held_out) if data)
+    limit = most_positions(actor.config)
+    if longest > limit:
+        raise InputError(
+            f"--max_gen_len {args.max_gen_len}: with prompts of {longest - args.max_gen_len} tokens it "
+            f"exceeds the {limit} positions of {args.model}; lower it or --max_seq_len"
+        )
+    answers = args.num_generations
+    rows = max(
+        0 if args.offline_data_path else args.batch_size,
+        min(max(EVAL_BATCH, answers), len(held_out or ()) * answers),
+    )
+    room = rows, longest, args.max_gen_len
     notes = [choose_reasoning(args, world, actor, tokenizer, prompts), accuracy_note(held_out)]
     return Inputs(actor, tokenizer, prompts, held_out, room, notes)

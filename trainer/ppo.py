@@ -202,6 +202,14 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_p
     return 1 - (error_std / return_std) ** 2 if return_std else math.nan
 
 
+def is_informative(rollout: Rollout, sum_over_processes: Sum) -> bool:
+    """Do the batch's scores differ, or the rewards within its responses? If not, nothing can be learned."""
+    found = [moments(rollout.scores, torch.ones_like(rollout.finished))]
+    if rollout.step_rewards is not None:
+        found.append(moments(rollout.step_rewards, rollout.mask))
+    return any(mean_std(total)[1] > 0 for total in sum_over_processes(torch.stack(found)))
+
+
 def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable) -> Tensor:
     """``--entropy_top``: the share of response tokens at which the old actor's entropy [B, R] is highest,
     over the whole batch and all processes; the policy loss is of these only (Wang et al. 2025,
@@ -213,29 +221,6 @@ def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable)
     count = max(1, round(share * len(everyone)))
     least = everyone.kthvalue(len(everyone) - count + 1).values.item()
     return (entropy >= least) & mask
-
-
-def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv:1707.06347, eq. 7) of each token, at most
-    dual * |A| where A is negative (0: no limit). All [B, R]."""
-    per_token = -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    if dual:
-        per_token = torch.where(advantages < 0, torch.min(per_token, -dual * advantages), per_token)
-    return per_token
-
-
-def cispo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """-clip(r, 1 - low, 1 + high) A log pi of each token, the clipped ratio without a gradient (CISPO,
-    MiniMax 2025, arXiv:2506.13585, eqs. 4 and 5): the clip takes no token's gradient away. All [B, R]."""
-    return -ratio.clamp(1 - low, 1 + high).detach() * advantages * logprobs
-
-
-def sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """exp(mean of a response's log ratios) for each of its tokens, [B, R] (GSPO, Zheng et al. 2025,
-    arXiv:2507.18071). The gradient of each is that of its own token's log-prob (their section 4.3), so tokens
-    may differ in their advantages. log_ratio is 0 on padding."""
-    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    return (mean.detach() + (log_ratio - log_ratio.detach())).exp()
 
 
 def policy_loss(
@@ -256,11 +241,19 @@ def policy_loss(
     advantages = mb.advantages
     if kl_in_reward:  # the advantages have the KL of before the updates; here what was moved since
         advantages = advantages - kl_in_reward * discounted_sums(log_ratio.detach(), decay)
-    limited = sequence_ratio(log_ratio, mb.mask) if kind == "gspo" else ratio  # what the clip is of
-    if kind == "cispo":
-        per_token = cispo_loss(logprobs, limited, advantages, low, high)
-    else:
-        per_token = clipped_loss(limited, advantages, low, high, dual)
+    limited = ratio  # what the clip is of
+    if kind == "gspo":  # exp(mean of a response's log ratios) (Zheng et al. 2025, arXiv:2507.18071)
+        # The gradient of each is that of its own token's log-prob (their section 4.3), so tokens may differ
+        # in their advantages. log_ratio is 0 on padding.
+        mean = log_ratio.sum(1, keepdim=True) / mb.mask.sum(1, keepdim=True)
+        limited = (mean.detach() + (log_ratio - log_ratio.detach())).exp()
+    clipped = limited.clamp(1 - low, 1 + high)
+    if kind == "cispo":  # MiniMax 2025, arXiv:2506.13585, eqs. 4 and 5: the clip takes no gradient away
+        per_token = -clipped.detach() * advantages * logprobs
+    else:  # PPO, arXiv:1707.06347, eq. 7
+        per_token = -torch.min(limited * advantages, clipped * advantages)
+        if dual:  # at most dual * |A| where A is negative
+            per_token = torch.where(advantages < 0, torch.min(per_token, -dual * advantages), per_token)
     loss = masked_sum(mb.importance_weights * mb.counted * per_token, mb.mask)
     with torch.no_grad():
         outside = (limited < 1 - low) | (limited > 1 + high)

@@ -1,10 +1,19 @@
-"""What a PPO run keeps: models and learners, options and their states, and the files that it writes.
+"""What a PPO run keeps: models and learners, options and their states, what it says of itself when it begins,
+and the files that it writes. train_ppo.py trains it. Its models, and why the reference never changes:
 
-It is made of what ``load_inputs`` (inputs.py) has loaded; train_ppo.py trains it. Which models there are and
-what they start from: models.py.
+    actor         --model; it trains, and starts as it was loaded
+    reference     a frozen copy of the actor as it starts: no optimizer has it, so it stays that
+    old actor     the behaviour policy: its samples are learned from. With --update_old_actor_freq 1 it is the
+                  actor, else a frozen copy, which ``learn`` (train_ppo.py) makes equal to it now and then
+    critic        only with --advantage gae; it starts from a reward model or from the actor (--critic_init)
+    rewards       frozen models, those of the judge too (rewards/reward_models.py)
+
+With --lora_r only adapters train, and all of them share the frozen weights, until --shard 1 cuts them: then
+each process keeps a part of every model. No model has dropout: the training forward is the scoring forward.
 """
 
-from argparse import Namespace
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,26 +21,27 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dataset.chat_template import learned_pieces
 from dataset.data_order import local_positions
 from dataset.lm_dataset import LoggedPairs, RLAIFDataset
 from errors import InputError
 from model.critic import CriticModel
-from model.loading import is_moe
-from model.lora import trained
+from model.loading import embeddings, is_moe
+from model.lora import add_adapters, frozen_copy, trained
+from model.lora import describe as describe_adapters
 from model.saving import save_policy
-from model.weights import sharded_and_whole
-from trainer.about_run import describe_run, fingerprints, start_facts
+from model.weights import sharded_and_whole, short_hash, weights_hash
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, keep_exact, round_frozen, set_precision
-from trainer.compute.scoring import PolicyScorer, ValueScorer
+from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
-from trainer.inputs import choose_rates, choose_warmup, load_inputs
+from trainer.inputs import choose_rates, choose_warmup, describe_texts, load_inputs
 from trainer.memory_plan import Case, Sizes, check_memory
-from trainer.models import build_models, critic_start
 from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_best
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
@@ -40,7 +50,8 @@ from trainer.options.offline import held_out_pairs
 from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.rewards.combine import Reward, load_judge, load_reward, modules_of, scoring_models
-from trainer.rewards.reward_function import names_of_run
+from trainer.rewards.reward_function import code_hash, fields_read, names_of_run
+from trainer.rewards.reward_models import ClassifierRewardModel, RewardModels
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World
@@ -49,6 +60,8 @@ from trainer.value_scale import AdvantageScale, ValueScale
 
 AVERAGE = "ema.pth"  # in the run folder, of --ema_beta
 CHECK_SAMPLER = 20  # steps between two comparisons of the sampler's log-probs, where nothing else needs them
+USUAL_IDS = 0.95  # of a model's embeddings: a few have no id
+THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")  # some templates put an empty thought before an answer
 
 
 class PpoRun(Run):
@@ -58,10 +71,7 @@ class PpoRun(Run):
     display = displays.PPO
     held_out: RLAIFDataset | None
     held_out_pairs: LoggedPairs | None
-    about = describe_run
-    facts = start_facts
     begin = choose_penalty
-    fingerprints = fingerprints  # before frozen weights are rounded
 
     def __init__(self, args: Flags, world: World):
         """Flags -> the run, with all inputs checked. Raises InputError."""
@@ -78,8 +88,11 @@ class PpoRun(Run):
         # A single process has nobody to share with.
         self.in_step = InStep(world) if args.shard and world.size > 1 else None
         free_unused_memory()  # the copies with which the policy was checked
+        # Not with --filter_groups, where processes call reward models unequally often and would wait for each
+        # other; nor code from outside: it may use weights otherwise.
+        self.shards_rewards = self.in_step is not None and not (args.filter_groups or args.trust_remote_code)
         place = world.device  # of the reward models
-        if self.in_step and shares_reward_models(args):
+        if self.shards_rewards:
             place = torch.device("cpu")  # until they are sharded: a whole one need not fit on a GPU
         # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
         self.names_of_run = of_run = names_of_run(self.data, self.held_out)  # that functions may ask for
@@ -139,13 +152,31 @@ class PpoRun(Run):
             )
             if self.in_step:  # each process soon has a part of each model, and a whole one of none
                 self.sampler.copy.unload()
-        self.ref, self.old_actor, critic = build_models(
-            args, self.actor, start, weight, sharded=self.in_step is not None
-        )
-        self.critic: CriticModel = critic  # type: ignore[assignment]  # None without --advantage gae
+        self._build_models(start, weight)
         keep_endings(self.endings, self.actor)
         self._build_learners()
         self._build_options()
+
+    def _build_models(self, start: PreTrainedModel | None, weight: float) -> None:
+        """Make the other models from the actor, which gets its adapters with --lora_r. start, weight: of
+        ``critic_start``; start None: no critic."""
+        args = self.args
+        lora = args.lora_r > 0
+        shared = self.in_step is not None  # until ``prepare`` shards them, copies share memory
+        self.critic: CriticModel = None  # type: ignore[assignment]  # without --advantage gae
+        if start:
+            lend = shared and start is self.actor
+            self.critic = CriticModel.from_model(start, lora, weight, lend=lend).eval()
+            prepare_training(self.critic.backbone, args.gradient_checkpointing)
+        prepare_training(self.actor.base_model, args.gradient_checkpointing)  # before it is copied
+        self.ref = frozen_copy(self.actor, shared)  # before there are adapters, so it has none
+        if lora:
+            add_adapters(self.actor.base_model, args.lora_r, args.seed)
+            if self.critic:
+                add_adapters(self.critic.backbone, args.lora_r, args.seed + 1)
+        self.old_actor = self.actor
+        if args.update_old_actor_freq > 1:
+            self.old_actor = frozen_copy(self.actor, shared)
 
     def _build_learners(self) -> None:
         """How models are scored, and how they learn."""
@@ -272,12 +303,93 @@ class PpoRun(Run):
         for scorer in dict.fromkeys(scorers):  # the old actor's may be the actor's
             shard(scorer, in_step, self.dtype)
             scorer.in_step = in_step
-        if shares_reward_models(args):
+        if self.shards_rewards:
             for model in scoring_models(self.reward, self.judge):
                 shard(model.root, in_step, self.dtype, model.model)
                 model.in_step = in_step
         for learner in self.learners.values():
             learner.optimizer = self._optimizer(learner.model, learner.peak)
+
+    # --------------------------------------------------------------------------- what it says when it begins
+
+    def about(self) -> str:
+        """What the run is made of, in a few lines."""
+        args = self.args
+        data = f"{'answers' if args.offline_data_path else 'prompts'}  {self.data.describe()}"
+        if self.held_out:
+            data += f"\nheld out {(self.held_out_pairs or self.held_out).describe()} {self.display.tested}"
+        adapters = describe_adapters(self.actor)
+        parts = [name for name in self.reward.names if not name.startswith("score")]
+        lines = [
+            f"policy   {args.model}: {self.ref.num_parameters() / 1e6:.2f}M parameters, "
+            f"{self.actor.config.model_type}",
+            f"lora     {adapters}" if adapters else "",
+            f"reward   {' + '.join(parts) or 'the scores of the file'}",
+            data,
+        ]
+        if self.ptx:
+            texts = self.ptx.data
+            lines.append(f"ptx      {texts.path}: {texts.describe()}, weight {self.ptx.coef:g} (--ptx_coef)")
+        lines += describe_texts(args, (self.data, self.held_out, self.ptx.data if self.ptx else None))
+        if self.critic:
+            lines.append(f"lambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)")
+        if args.critic_warmup_steps:
+            lines.append(
+                f"warm-up  at first only the critic trains: --critic_warmup_steps {args.critic_warmup_steps}"
+            )
+        return "\n".join(filter(None, [*lines, *self.notes]))
+
+    def facts(self) -> dict[str, Any]:
+        """What the health rules read of a run's start, as JSON has it."""
+        prompts = self.data
+        tokenizer = self.tokenizer
+        header, ends = turns_of(tokenizer, self.endings.eos)
+        rows = embeddings(self.ref)
+        ids = len(tokenizer.get_vocab())
+        models = self.reward.models.items()
+        plain = [name for name, (model, _) in models if not (model.tokenizer.chat_template or model.pairs)]
+        return super().facts() | {
+            "prompts": len(prompts),
+            "dropped_share": prompts.dropped / prompts.read,  # share of the records that are too long
+            "missing_header": header,  # text between a prompt and its answer, "" as it should be
+            "template_without_eos": not ends,  # it ends an answer with no token that ends a response
+            "fewer_ids": [ids, rows] if ids < USUAL_IDS * rows else None,  # than embeddings
+            "without_template": ", ".join(plain) if tokenizer.chat_template else "",  # reward models
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "suited": self.suited,  # {flag: the learning rate that suits the model's size}
+        }
+
+    def fingerprints(self) -> dict[str, str]:
+        """{flag: a hash of what it names}: the weights that the run starts from, its reward models, the texts
+        and tokens of its prompts, the code of its reward function; {"data_path <field>": a hash of the field
+        of the records, which that function reads}. Call it before frozen weights are rounded."""
+        found = {
+            "model": short_hash([weights_hash(self.ref), self.endings.eos]),
+            "tokenizer": short_hash(sorted(self.tokenizer.get_vocab().items())),
+            "offline_data_path" if self.args.offline_data_path else "data_path": self.data.fingerprint,
+        }
+        if self.ptx:
+            found["ptx_data_path"] = self.ptx.data.fingerprint
+        reward_models = []
+        for model, weight in self.reward.models.values():
+            config = model.model.config.to_dict()
+            reward_models.append(
+                [
+                    weights_hash(model.model),
+                    sorted(model.tokenizer.get_vocab().items()),
+                    model.tokenizer.chat_template,
+                    weight,
+                    config.get("reward_offset", 0.0),
+                    config.get("pad_token_id"),  # the score is read at the last token that is not this one
+                ]
+            )
+        if reward_models:
+            found["reward_model"] = short_hash(reward_models)
+        if self.reward.function:
+            found["reward_fn"] = code_hash(self.args.reward_fn)
+            fields = fields_read(self.reward.function, self.data.columns)
+            found |= {f"data_path {field}": text for field, text in self.data.field_hashes(fields).items()}
+        return found
 
     # --------------------------------------------------------------------------------- what is saved
 
@@ -330,7 +442,49 @@ class PpoRun(Run):
         return f"model    {self.result_path}\n{words}talk     {talk}"
 
 
-def shares_reward_models(args: Namespace) -> bool:
-    """Whether ``--shard 1`` shards reward models too. Not with --filter_groups, where processes call them
-    unequally often and would wait for each other; nor code from outside: it may use weights otherwise."""
-    return not (args.filter_groups or args.trust_remote_code)
+def critic_start(
+    critic_init: str,
+    models: RewardModels,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int = 0,
+) -> tuple[PreTrainedModel, float]:
+    """-> (the model that the critic starts from, the weight that its scores have in the reward).
+
+    --critic_init "auto" or "reward": of the classifiers that can read what the policy writes the one with the
+    largest weight, whatever its sign, and the first of equals; without one, "auto" means the actor, as
+    "actor" does, and "reward" raises InputError. models: {name: (reward model, weight)}; longest: tokens of
+    a prompt with its response.
+    """
+    rows = embeddings(policy)  # often more than the tokenizer has ids: the policy can sample each of them
+    readers = [
+        (model.model, weight)
+        for model, weight in models.values()
+        if isinstance(model, ClassifierRewardModel)
+        and model.causal
+        and model.max_length >= longest
+        and model.tokenizer.get_vocab() == tokenizer.get_vocab()
+        and embeddings(model.model) >= rows
+    ]
+    if critic_init == "reward" and not readers:
+        raise InputError(
+            "--critic_init reward: needs a --reward_model that is a causal sequence classifier with the "
+            f"policy's own tokenizer, at least its {rows} embeddings and {longest} positions; leave it out"
+        )
+    return max(readers, key=lambda x: abs(x[1])) if readers and critic_init != "actor" else (policy, 1.0)
+
+
+def turns_of(tokenizer: PreTrainedTokenizerBase, eos: Iterable[int]) -> tuple[str, bool]:
+    """How the chat template goes from a prompt to an answer and on -> (missing header, has it an EOS?).
+
+    eos: the ids that end a response. ("", True) where the template rewrites what stands before the answer, so
+    that nothing can be said.
+    """
+    answer = "Seven."
+    try:
+        said, _ = learned_pieces(tokenizer, "How many days has a week?", answer)[-1]
+    except InputError:
+        return "", True
+    header, _, end = said.partition(answer)
+    ids = tokenizer(end, add_special_tokens=False)["input_ids"]
+    return THOUGHT.sub("", header).strip(), not set(eos).isdisjoint(ids)

@@ -25,16 +25,15 @@ def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
     sampler's log-probs are from the scorer's, and, with a critic, the values beside the outcomes."""
     mask = new.mask
     of_tokens: dict[str, Tensor] = {}  # [B, R]
-    if not run.args.offline_data_path:  # else nothing was sampled, and only the critic is measured
-        if run.uses_reference:
-            k1, _, k3 = ppo.kl_estimators(new.old_logprobs, new.ref_logprobs)
-            of_tokens |= {"kl/k1": k1, "kl/k3": k3}
-            metrics.add("kl/sequence", ppo.masked_sum(k1, mask), len(new.tokens))
-        if new.old_logprobs is not new.sampler_logprobs:  # else they were not computed twice
-            of_tokens["rollout/sampler_gap"] = (new.sampler_logprobs - new.old_logprobs).abs()
-            of_tokens["rollout/importance_weight"] = new.importance_weights
-            size = ppo.effective_sample_size(new.old_logprobs, new.sampler_logprobs, mask, run.world.sum)
-            metrics.add("rollout/importance_ess", size)
+    if run.uses_reference and not run.args.offline_data_path:  # of logged answers it is the old actor
+        k1, _, k3 = ppo.kl_estimators(new.old_logprobs, new.ref_logprobs)
+        of_tokens |= {"kl/k1": k1, "kl/k3": k3}
+        metrics.add("kl/sequence", ppo.masked_sum(k1, mask), len(new.tokens))
+    if new.old_logprobs is not new.sampler_logprobs:  # else they were not computed twice
+        of_tokens["rollout/sampler_gap"] = (new.sampler_logprobs - new.old_logprobs).abs()
+        of_tokens["rollout/importance_weight"] = new.importance_weights
+        size = ppo.effective_sample_size(new.old_logprobs, new.sampler_logprobs, mask, run.world.sum)
+        metrics.add("rollout/importance_ess", size)
     if run.critic:
         of_tokens |= {"value/mean": new.values, "value/return": new.outcomes}
         explained = ppo.explained_variance(new.outcomes, new.values, mask, run.world.sum)

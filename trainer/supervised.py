@@ -28,13 +28,12 @@ from errors import InputError
 from model.loading import load_policy, most_positions
 from model.lora import trained
 from model.weights import short_hash, weights_hash
-from trainer.about_run import describe_texts
 from trainer.compute.batching import tokens_per_pass
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.scoring import prepare_training
 from trainer.flags import Flags
-from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
+from trainer.inputs import check_policy, choose_rates, describe_texts, load_trained_tokenizer
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World

@@ -17,7 +17,7 @@
                   with 1, the default, it is the actor itself
         log, evaluate, save, stop
 
-What each model starts from, and why the reference never changes: models.py. The flags come first; the
+What each model starts from, and why the reference never changes: run.py. The flags come first; the
 algorithm begins at ``collect``. Why each thing is as it is: docs/ppo.md. What is left out on purpose:
 README.md, "What is not supported".
 
@@ -70,8 +70,9 @@ def flag_parser() -> FlagParser:
     switch = partial(add, choices=[0, 1])
     add_sampled = partial(add, not_with=LOGGED)  # of answers that the policy samples
     add_critic = partial(add, not_with=NO_CRITIC)
-    title = "policy (without --model and --hidden_size: the bundled demo)"
-    add_model_flags(p, title, "N: out/full_sft_N.pth")
+    add_model_flags(
+        p, "policy (without --model and --hidden_size: the bundled demo)", "N: out/full_sft_N.pth"
+    )
     switch("--use_moe", 0, "1: load the _moe checkpoint", may_change=True)
     add("--lora_r", 0, "rank of LoRA adapters; 0: every weight trains")
     p.group("data")
@@ -91,12 +92,12 @@ def flag_parser() -> FlagParser:
     p.group("reward: the sum of what is given")
     switch("--reasoning", int, "1: reward <think> and <answer>; default: if used")
     add_sampled("--thinking_reward", 0.0, "times MiniMind's points for a thought; 1 is usual")
-    add_sampled("--reward_model", [], "PATH, or PATH=WEIGHT …", nargs="*", type=path)
+    add_sampled("--reward_model", [], "PATH, or PATH=WEIGHT …", type=path)
     add("--reward_dtype", "auto", "of its weights; auto: as the checkpoint's", choices=DTYPES)
     add_sampled("--reward_fn", path, "a function of yours: path.py:function")
     add_sampled("--reward_url", "", "a server that scores; docs/rewards.md", may_change=True)
     add("--reward_timeout", 600.0, "seconds for --reward_fn, _url", may_change=True)
-    add("--eval_reward_model", [], "only evaluates", nargs="*", type=path)
+    add("--eval_reward_model", [], "only evaluates", type=path)
     add("--eval_reward_fn", path, "only evaluates: path.py:function")
     add_sampled(
         "--missing_eos_penalty",
@@ -119,8 +120,8 @@ def flag_parser() -> FlagParser:
     add("--batch_size", int, "responses per step and process [128]", at_least=1)
     add("--max_gen_len", 64, "longest response in tokens", at_least=1)
     add_sampled("--min_gen_len", 0, "shortest response, its EOS counted")
-    add("--stop", [], "a response ends there; rewards see what is before", nargs="*")
-    add("--stop_token_ids", [], "ids that end a response as the EOS does", nargs="*", type=int)
+    add("--stop", [], "a response ends there; rewards see what is before")
+    add("--stop_token_ids", [], "ids that end a response as the EOS does", type=int)
     add("--temperature", 1.0, "of sampling and of every log-prob", at_least=0.01, at_most=100)
     p.group("PPO")
     add("--epochs", 1, "passes over the prompts", at_least=1)
@@ -269,7 +270,6 @@ from trainer.runs.optimizer_step import (
     step_if_finite,
 )
 from trainer.step_metrics import note_rollout, rows_of_step, step_metrics
-from trainer.value_scale import is_informative
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Flags:
@@ -290,12 +290,13 @@ def collect(run: PpoRun, step: int, batches: Iterator[list]) -> Batch:
     if args.offline_data_path:
         return collect_logged(run.world, batches)
     seconds = Seconds()
-    with seconds.of("rollout"), run.world.all_or_none():  # all have read their prompts, then all sample
-        # ``Prompt``s (dataset/lm_dataset.py): with the text that the chat template makes, and its token ids
-        prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
-        noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
-    with seconds.of("rollout"), run.world.all_or_none(), sampling_from(run, run.old_actor):
-        batch = respond(run, prompts, noise, args.temperature)
+    with seconds.of("rollout"):
+        with run.world.all_or_none():  # all have read their prompts, then all sample
+            # ``Prompt``s (dataset/lm_dataset.py): with the text that the chat template makes, and its ids
+            prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
+            noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
+        with run.world.all_or_none(), sampling_from(run, run.old_actor):
+            batch = respond(run, prompts, noise, args.temperature)
     batch.seconds = seconds
     # ``Reward.raw_scores`` (rewards/combine.py) of prompts, texts and lengths, and of whether they have ended
     with seconds.of("reward"), run.world.all_or_none():
@@ -373,7 +374,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
     )
     rollout.rewards = rewards
     rollout.outcomes = ppo.discounted_sums(rewards, args.gamma)  # what values estimate, without any value
-    informative = is_informative(rollout, world.sum)
+    informative = ppo.is_informative(rollout, world.sum)
     answers = args.num_generations if args.advantage in ("rloo", "group") else 0  # that are compared
     group_std = None
     if args.advantage == "gae":
@@ -478,7 +479,6 @@ def train(
 ) -> Step | None:
     """Optimizer step ``number`` of the run, of the model "critic" or "actor": backward, sum over processes,
     clip, step. None, without a step, where ``--target_kl`` stops the actor."""
-    args = run.args
     learner = run.learners[name]
     measured = add_gradients(run, name, minibatch, token_count, number)
     metrics.merge(measured)
@@ -487,7 +487,7 @@ def train(
         [total_loss] = measured.sums(["value/loss"], run.world)
     else:
         total_loss, total_kl = measured.sums(["policy/loss", "policy/approx_kl"], run.world)
-        stopped = 0 < args.target_kl < total_kl / token_count
+        stopped = 0 < run.args.target_kl < total_kl / token_count
         metrics.add("policy/early_stop", stopped)
         if stopped:
             learner.optimizer.zero_grad()  # no step: momentum must not move the weights either

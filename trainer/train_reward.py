@@ -187,7 +187,9 @@ class RewardRun(SupervisedRun):
         of the model's: its chat template and system message."""
         args = self.args
         result = self.hf_dir.resolve()
-        words: list[str | Path] = [
+        key = ["--prompt_key", args.prompt_key] if args.prompt_key else []
+        use = self.command(
+            "trainer/train_ppo.py",
             "--model",
             full_path(args.model),
             "--tokenizer",
@@ -196,10 +198,8 @@ class RewardRun(SupervisedRun):
             result,
             "--data_path",
             full_path(args.data_path),
-        ]
-        if args.prompt_key:
-            words += ["--prompt_key", args.prompt_key]
-        use = self.command("trainer/train_ppo.py", *words)
+            *key,
+        )
         text = f"model    {self.hf_dir}\nuse      {use}\n"
         text += "         (with the prompts of this file; --data_path names others)"
         if self.held_out:

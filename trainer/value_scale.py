@@ -33,11 +33,9 @@ class RunningScale(Kept):
     """
 
     kept = ("batches", "variance", "last")
-
-    def __init__(self) -> None:
-        self.batches = 0
-        self.variance = 0.0
-        self.last = 0.0  # the variance of the batch before
+    batches = 0
+    variance = 0.0
+    last = 0.0  # the variance of the batch before
 
     @property
     def std(self) -> float:
@@ -50,14 +48,6 @@ class RunningScale(Kept):
         limit = GROWTH * max(self.variance, self.last) if self.variance else math.inf
         self.variance += max(1 / self.batches, RATE) * (min(variance, limit) - self.variance)
         self.last = variance
-
-
-def is_informative(rollout: Rollout, sum_over_processes: ppo.Sum) -> bool:
-    """Do the batch's scores differ, or the rewards within its responses? If not, nothing can be learned."""
-    found = [ppo.moments(rollout.scores, torch.ones_like(rollout.finished))]
-    if rollout.step_rewards is not None:
-        found.append(ppo.moments(rollout.step_rewards, rollout.mask))
-    return any(ppo.mean_std(total)[1] > 0 for total in sum_over_processes(torch.stack(found)))
 
 
 class AdvantageScale(RunningScale):
@@ -77,7 +67,7 @@ class AdvantageScale(RunningScale):
         group_std: Tensor | None = None,
     ) -> tuple[Tensor, float, float]:
         """Advantages [B, R] -> (the same less their mean, divided by the batch's unit, 0 on padding; their
-        standard deviation; the unit). informative: see ``is_informative``.
+        standard deviation; the unit). informative: see ``ppo.is_informative``.
 
         answers: of "rloo" and "group" those of a prompt, whose mean is their zero already; only prompts whose
         scores differ count; else 0. ``group_std`` [B, R]: what those of "group" are divided by already.
@@ -107,7 +97,6 @@ class ValueScale(RunningScale):
     all equal do not change it: with --kl_in reward their returns differ by the KL only."""
 
     def __init__(self, critic: CriticModel):
-        super().__init__()
         self.critic = critic
 
     def rescale_critic(

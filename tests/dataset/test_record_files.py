@@ -18,7 +18,7 @@ from dataset.data_order import global_batch, next_batch, record_loader
 from dataset.lm_dataset import RLAIFDataset
 from dataset.record_files import open_records
 from errors import InputError
-from trainer.about_run import describe_texts
+from trainer.inputs import describe_texts
 
 RECORDS = [{"prompt": "hi"}, {"prompt": "über", "answer": "5"}, {"prompt": "a\nb"}]
 LINES = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS)

@@ -17,9 +17,9 @@ from model.weights import HalfEmbedding, HalfLinear, ScoreHead, weights_hash
 from trainer import train_ppo
 from trainer.compute.precision import round_frozen
 from trainer.inputs import DEMO
-from trainer.models import critic_start
 from trainer.rewards.combine import RawScores, Reward, RunningStats, load_reward
 from trainer.rewards.reward_models import conversation_ids, load_reward_model, parse_spec
+from trainer.run import critic_start
 from trainer.runs.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))

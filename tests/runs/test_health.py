@@ -8,7 +8,7 @@ import torch
 from tiny import ROOT, flags, health_of, read_jsonl, run_files, save_reward_dir, word_tokenizer
 
 from trainer import train_ppo
-from trainer.about_run import turns_of
+from trainer.run import turns_of
 from trainer.runs.health import RULES, TABLE, WINDOW, Health, Past, one_line, spread_of_steps
 
 DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")  # python trainer/train_ppo.py, seed 42

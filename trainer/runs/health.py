@@ -45,7 +45,7 @@ def spread_of_steps(values: Sequence[float]) -> float:
 
 class Past:
     """A run so far: what it has logged, and its flags. args: its config.json, or {}: flags, and ``facts``
-    (about_run.py).
+    (run.py).
 
     ``values``: {metric: all its values}, without those that are not finite; ``steps``: {metric: the steps of
     its values}; ``usual``: {flag: [the least and the most that help, a usual value]}; ``seen``: the facts,
