@@ -223,6 +223,29 @@ def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable)
     return (entropy >= least) & mask
 
 
+def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv:1707.06347, eq. 7) of each token, at most
+    dual * |A| where A is negative (0: no limit). All [B, R]."""
+    per_token = -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if dual:
+        per_token = torch.where(advantages < 0, torch.min(per_token, -dual * advantages), per_token)
+    return per_token
+
+
+def cispo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """-clip(r, 1 - low, 1 + high) A log pi of each token, the clipped ratio without a gradient (CISPO,
+    MiniMax 2025, arXiv:2506.13585, eqs. 4 and 5): the clip takes no token's gradient away. All [B, R]."""
+    return -ratio.clamp(1 - low, 1 + high).detach() * advantages * logprobs
+
+
+def sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """exp(mean of a response's log ratios) for each of its tokens, [B, R] (GSPO, Zheng et al. 2025,
+    arXiv:2507.18071). The gradient of each is that of its own token's log-prob (their section 4.3), so tokens
+    may differ in their advantages. log_ratio is 0 on padding."""
+    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    return (mean.detach() + (log_ratio - log_ratio.detach())).exp()
+
+
 def policy_loss(
     logprobs: Tensor,
     mb: Rollout,
@@ -241,19 +264,11 @@ def policy_loss(
     advantages = mb.advantages
     if kl_in_reward:  # the advantages have the KL of before the updates; here what was moved since
         advantages = advantages - kl_in_reward * discounted_sums(log_ratio.detach(), decay)
-    limited = ratio  # what the clip is of
-    if kind == "gspo":  # exp(mean of a response's log ratios) (Zheng et al. 2025, arXiv:2507.18071)
-        # The gradient of each is that of its own token's log-prob (their section 4.3), so tokens may differ
-        # in their advantages. log_ratio is 0 on padding.
-        mean = log_ratio.sum(1, keepdim=True) / mb.mask.sum(1, keepdim=True)
-        limited = (mean.detach() + (log_ratio - log_ratio.detach())).exp()
-    clipped = limited.clamp(1 - low, 1 + high)
-    if kind == "cispo":  # MiniMax 2025, arXiv:2506.13585, eqs. 4 and 5: the clip takes no gradient away
-        per_token = -clipped.detach() * advantages * logprobs
-    else:  # PPO, arXiv:1707.06347, eq. 7
-        per_token = -torch.min(limited * advantages, clipped * advantages)
-        if dual:  # at most dual * |A| where A is negative
-            per_token = torch.where(advantages < 0, torch.min(per_token, -dual * advantages), per_token)
+    limited = sequence_ratio(log_ratio, mb.mask) if kind == "gspo" else ratio  # what the clip is of
+    if kind == "cispo":
+        per_token = cispo_loss(logprobs, limited, advantages, low, high)
+    else:
+        per_token = clipped_loss(limited, advantages, low, high, dual)
     loss = masked_sum(mb.importance_weights * mb.counted * per_token, mb.mask)
     with torch.no_grad():
         outside = (limited < 1 - low) | (limited > 1 + high)
