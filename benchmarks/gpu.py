@@ -43,7 +43,7 @@ SECONDS = {  # a part's limit
 }
 NEEDS = {"kernel_tests": "pytest", "tests": "pytest", "demo": "matplotlib"}
 LEAST = 75  # a part is not started with fewer seconds left: imports, a model and compiling take most of them
-KEPT = re.compile(r"## |\||error: |FAILED |ERROR |\d+ (passed|failed)")  # lines of the log: for gpu.md
+KEPT = re.compile(r"## |\||error: |FAILED |ERROR |=+ \d+ (passed|failed)")  # lines of the log: for gpu.md
 PATIENCE = 15  # seconds that a part has to end after it was interrupted
 
 

@@ -186,9 +186,9 @@ def test_the_parts_for_a_gpu_end_in_time_and_keep_what_they_had(benchmark, monke
     assert {name: found["results"] for name, found in results.items()} == kept
     monkeypatch.setattr(gpu, "installed", lambda name: False)
     assert gpu.run_part("tests", 60, log) == "needs pytest"
-    said = "before\n## update, cuda\n\n| x |\n|---|\n| 1 |\nstep 3\nFAILED a.py - c\n1 failed in 3 s\n"
+    said = "before\n## update, cuda\n\n| x |\n|---|\n| 1 |\nstep 3\nFAILED a.py - c\n== 1 failed in 3 s ==\n"
     page = gpu.write_page("| part |", io.StringIO(said), begun=len("before\n")).read_text()
-    wanted = "\n## update, cuda\n\n| x |\n|---|\n| 1 |\n\nFAILED a.py - c\n\n\n1 failed in 3 s\n\n"
+    wanted = "\n## update, cuda\n\n| x |\n|---|\n| 1 |\n\nFAILED a.py - c\n\n\n== 1 failed in 3 s ==\n\n"
     assert page.partition("| part |\n")[2] == wanted
 
 
