@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from dataset.formats import Answered, Asked, Messages, is_transcript, to_messages
+from dataset.formats import Answered, Asked, Messages, NotLearned, is_transcript, to_messages
 from errors import InputError
 from model.loading import as_input_error
 
@@ -78,6 +78,7 @@ def spellings(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], set[
 def mark_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """``text`` with a mark inside each special token that it spells, before or after normalisation."""
     pattern, _ = spellings(tokenizer)
+    kind = type(text)  # it may be NotLearned
 
     def marked(text: str) -> str:
         return pattern.sub(lambda name: name[0][0] + MARK + name[0][1:], text)
@@ -85,7 +86,7 @@ def mark_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     # The tokenizer may make the letters of a special token of full-width ones, for example.
     if not text.isascii() and pattern.search(unicodedata.normalize("NFKC", marked(text))):
         text = unicodedata.normalize("NFKC", text)
-    return marked(text)
+    return kind(marked(text))
 
 
 def unmark(text: str) -> str:
@@ -236,9 +237,9 @@ def conversation_text(tokenizer: PreTrainedTokenizerBase, prompt: Asked, respons
 def learned_pieces(
     tokenizer: PreTrainedTokenizerBase, prompt: Asked | None, answer: str
 ) -> list[tuple[str, bool]]:
-    """A prompt and the answer to it -> [(text, does the assistant say it?), …], marked; the last one is the
-    answer with what ends it. prompt: None for a text that is all to be learned. Raises InputError for a
-    template that does not put answers behind prompts, or not as they are."""
+    """A prompt and the answer to it -> [(text, is it learned?), …], marked; the last one is the answer with
+    what ends it. prompt: None for a text that is all to be learned. Raises InputError for a template that
+    does not put answers behind prompts, or not as they are."""
     answer = mark_special(tokenizer, answer)
     eos = tokenizer.eos_token
     if eos is None:
@@ -247,7 +248,7 @@ def learned_pieces(
         return [(answer + eos, True)]
     asked = for_tokenizer(tokenizer, prompt)
     if isinstance(asked, str):
-        return [(asked, False), (answer + eos, True)]
+        return [(asked, False), (answer + eos, not isinstance(answer, NotLearned))]
     messages = [*asked, {"role": "assistant", "content": answer}]
     full = render(tokenizer, messages)
     pieces = []
@@ -267,7 +268,8 @@ def learned_pieces(
                     "the chat template changes the answer or leaves out a part, such as a thought, so it is "
                     "not learned; give another --prompt_template, or take thoughts out of the records"
                 )
-            pieces += [(before[done:], False), (said, True)]
+            learned = not isinstance(message["content"], NotLearned)
+            pieces += [(before[done:], False), (said, learned)]
             done = len(after)
     if not pieces or done < len(full):
         raise InputError("this chat template cannot be split into prompt and answer for training")

@@ -52,6 +52,11 @@ TURNS_AS_TEXT = re.compile(r'\s*\[\s*{\s*"(role|from|content|value)"')  # as tab
 REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
 
 
+class NotLearned(str):
+    """What is said in a turn with "weight": 0 (OpenAI's): for ``SFTDataset`` context only, for all others a
+    text as any."""
+
+
 @dataclass(frozen=True)
 class Keys:
     """The keys that the user named, "" for those that the form of a record decides. A key is the name of a
@@ -289,6 +294,7 @@ def as_messages(turns: Any) -> Messages:
         said = "".join(texts)
         if thought := turn.get("reasoning_content"):
             said = f"<think>\n{str(thought).strip()}\n</think>\n\n{said}"  # as Qwen3's template writes it
+        said = NotLearned(said) if turn.get("weight") == 0 else said
         messages.append({"role": ROLE_NAMES.get(role.lower(), role), "content": said})
     if not messages:
         raise InputError(

@@ -231,7 +231,7 @@ class RLAIFDataset(RecordDataset[Prompt]):
 
 class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
     """Demonstrations. Items (token ids, loss mask). The mask is 1 on what the assistant says, its end of turn
-    included. In a record that is only a text, it is 1 on all but the first token.
+    included, but for ``NotLearned``. In a record that is only a text, it is 1 on all but the first token.
 
     Prompt and answer are tokenised separately, as they are when the model generates, so no token covers the
     end of one and the start of the other.
@@ -244,13 +244,15 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
         ids: Ids = []
         mask: Ids = []
         before = ""
-        for text, is_said in learned_pieces(self.tokenizer, prompt, answer):
+        for text, learned in learned_pieces(self.tokenizer, prompt, answer):
             row = self.ids(text, before)
             # After the last EOS a template may write a newline, which the model never has to.
             behind = row[::-1].index(eos) if eos in row else 0
-            mask += [int(is_said)] * (len(row) - behind) + [0] * behind
+            mask += [int(learned)] * (len(row) - behind) + [0] * behind
             ids += row
             before += text
+        if not any(mask):
+            raise InputError('no answer to learn from: its "weight" is 0; delete the line')
         mask[0] = 0  # nothing comes before the first token of a text
         return ids, mask
 

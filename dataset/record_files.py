@@ -91,8 +91,15 @@ class TableRecords:
         if os.path.lexists(path):  # its name may have a colon, as on Windows
             name = "parquet" if files else path
             split = ""
-        with quiet(), as_input_error(f"{path}: the library datasets cannot read it"):
-            self._table = datasets.load_dataset(name, split=split or "train", data_files=files)
+        datasets.disable_progress_bars()
+        with (
+            quiet(),
+            as_input_error(f"{path}: the library datasets cannot read it (of a folder, name one file)"),
+        ):
+            try:
+                self._table = datasets.load_dataset(name, split=split or "train", data_files=files)
+            except datasets.exceptions.DatasetGenerationError as error:  # that alone says nothing
+                raise error.__cause__ or error from None
             if os.path.isdir(path):
                 read = datasets.load_dataset_builder(path).config.data_files["train"]
                 folder = Path(path).resolve()

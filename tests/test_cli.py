@@ -88,6 +88,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("another device of torch", {"device": "mps"}, "only cpu and cuda"),
     ("a folder that is a file", {"out_dir": "{}/text.jsonl"}, "--out_dir"),
     ("a run folder that is a file", {"out_dir": "{}", "run_name": "text.jsonl"}, "--run_name"),
+    ("a run folder that is the result's", {"run_name": "ppo_actor_32"}, "change --run_name"),
     ("nothing to resume", {"resume": "/nowhere"}, "--resume /nowhere"),
 ]
 

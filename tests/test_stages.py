@@ -402,6 +402,9 @@ SCORED = {"user_input": "a", "completion": "b", "score": "x"}
         ("sft", {"model": "/nowhere.pth"}, "/nowhere.pth: no such file"),
         ("sft", {"kl_coef": 1}, "kl_coef"),
         ("sft", {"hf_dir": "/"}, "/: is there, and nothing is overwritten"),
+        ("sft", {"hf_dir": "{out}/sft_1", "run_name": ""}, "/sft_1: is a run folder, .* --hf_dir"),
+        ("sft", {"hf_dir": "{out}/a", "run_name": "full_sft_32"}, "/full_sft_32: is a run folder"),
+        ("reward", {"run_name": "reward_32"}, "/reward_32: is a run folder, .* change --run_name"),
         ("sft", {"prompt_template": ENDLESS}, "does not end answers with the tokenizer's EOS"),
         ("reward", {"data_path": "{sft}"}, "sft.jsonl:1: "),
         ("reward", {"data_path": PAIR}, 'x.jsonl:1: "margin" must be a number'),
@@ -414,7 +417,7 @@ def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, kind, 
         if isinstance(given, dict):
             more = {name: tiny.write_jsonl(tmp_path / "x.jsonl", [given])}
         elif isinstance(given, str) and given != ENDLESS:
-            more = {**more, name: given.format(**files)}
+            more = {**more, name: given.format(**files, out=tmp_path / "out")}
     tiny.refused(says, SCRIPTS[kind].main, argv_of(files, kind, tmp_path / "out", **more))
     assert not (tmp_path / "out").exists()
 

@@ -101,7 +101,7 @@ def start_or_resume(run: Run) -> Logger:
     folder = None
     with world.all_or_none():
         if world.is_main:
-            folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder)
+            folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder, run.outputs)
             write_config(run, folder)
     run.folder = world.from_main(folder.path if folder else Path())
     checkpoint = world.from_main(folder and folder.checkpoint)

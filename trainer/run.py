@@ -80,6 +80,7 @@ class PpoRun(Run):
         self.actor, self.tokenizer, self.data, self.held_out, room, notes = load_inputs(args, world)
         hidden_size = self.actor.config.hidden_size
         self.result_path = minimind_pth(args.out_dir, "ppo_actor", hidden_size, is_moe(self.actor))
+        self.outputs = [self.result_path, self.result_path.with_suffix("")]
         if Path(args.model).resolve() == self.result_path.resolve():
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"

@@ -185,7 +185,7 @@ def flag_parser() -> FlagParser:
         at_most=10**9,
         needs="kl_target",
     )
-    add("--target_kl", 0.0, "a batch's updates end at this KL to the old actor; not --kl_target")
+    add("--target_kl", 0.0, "the actor's updates of a batch end at this KL to the old one; not --kl_target")
     add("--entropy_coef", 0.0, "bonus on the policy's entropy: reward per nat")
     add_sampled("--entropy_top", 1.0, "share of tokens that learn; 1: all", above=0, at_most=1, off=1.0)
     add("--gamma", 1.0, "discount", at_most=1, off=1.0, not_with=WHOLE)

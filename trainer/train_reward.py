@@ -137,6 +137,7 @@ class RewardRun(SupervisedRun):
         self.result_path = self.hf_dir = Path(
             args.hf_dir or f"{args.out_dir}/reward_{policy.config.hidden_size}"
         )
+        self.outputs = [self.hf_dir]
         self.zero = self.states["zero"] = Zero()
         torch.manual_seed(args.seed)
         return reward_from(policy, self.tokenizer)

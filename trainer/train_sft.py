@@ -115,6 +115,7 @@ class SftRun(SupervisedRun):
         hidden_size = policy.config.hidden_size
         self.result_path = minimind_pth(args.out_dir, "full_sft", hidden_size, is_moe(policy))
         self.hf_dir = Path(args.hf_dir or self.result_path.with_suffix(""))
+        self.outputs = [self.result_path, self.result_path.with_suffix(""), self.hf_dir]
         if args.hidden_size and not (args.model or args.resume) and self.result_path.exists():
             raise InputError(
                 f"--hidden_size {args.hidden_size}: makes a new model, which would replace "

@@ -17,7 +17,9 @@ set -euo pipefail
 SCRIPT=${SCRIPT:-trainer/train_ppo.py}
 GPUS=${SLURM_GPUS_ON_NODE:-1} # processes of a machine: one for each GPU
 HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+WAIT="--shutdown_timeout 170" # torch 2.11 lacks it: its torchrun waits 30 seconds for the last batch, then kills
+[[ $(torchrun --help) == *shutdown_timeout* ]] || WAIT=""
 
 srun torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "$GPUS" \
-    --rdzv_backend c10d --rdzv_endpoint "$HOST:${PORT:-29500}" --rdzv_id "$SLURM_JOB_ID" --shutdown_timeout 170 \
+    --rdzv_backend c10d --rdzv_endpoint "$HOST:${PORT:-29500}" --rdzv_id "$SLURM_JOB_ID" $WAIT \
     "$SCRIPT" --run_name "${NAME:-ppo}" --resume auto "$@"

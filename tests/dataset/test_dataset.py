@@ -150,6 +150,14 @@ def test_what_the_assistant_says_is_learned(chat, plain, jsonl):
     assert learned(chat, two) == "yes<|im_end|>yes<|im_end|>"
     prompt = RLAIFDataset(path, chat, 100)[0].prompt_ids
     assert one[0][: len(prompt)] == prompt  # what PPO will generate from
+    no = [turns[0], tiny.assistant("yes <|im_end|>", weight=0)]
+    for talk in ([*no, turns[0], tiny.assistant("5", weight=1)], [turns[0], tiny.assistant("5"), *no]):
+        assert learned(chat, SFTDataset(jsonl({"messages": talk}), chat, 100)[0]) == "5<|im_end|>"
+    for tokenizer in (chat, plain):
+        path = jsonl({"messages": no})
+        tiny.refused(":1: no answer to learn from: its", SFTDataset, path, tokenizer, 100)
+        (prompt,) = RLAIFDataset(path, tokenizer, 100)
+        assert (prompt.prompt, prompt.answer) == (turns[:1], "yes <|im_end|>")
     text = SFTDataset(jsonl({"prompt": "2 + 3 =", "answer": " 5"}), plain, 100)[0]
     assert plain.decode(text[0]) == "2 + 3 = 5<|im_end|>"
     assert learned(plain, text) == " 5<|im_end|>"

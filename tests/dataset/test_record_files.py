@@ -51,7 +51,7 @@ def test_files(tmp_path, name, content):
     assert found == RECORDS
 
 
-def test_tables_and_hub_names(tmp_path, monkeypatch):
+def test_tables_and_hub_names(tmp_path, monkeypatch, capfd):
     datasets = pytest.importorskip("datasets")
     empty = {"answer": None, "score": float("nan")}
     table = datasets.Dataset.from_list([{**empty, **record} for record in RECORDS])
@@ -79,7 +79,13 @@ def test_tables_and_hub_names(tmp_path, monkeypatch):
     (prompt,) = RLAIFDataset(tmp_path / "verl.parquet", word_tokenizer(["hi"]), 10)
     assert (prompt.prompt, prompt.answer, prompt.record) == (verl["prompt"], "72", verl)
     (tmp_path / "b.parquet").write_bytes(b"no table")
-    refused(r"b\.parquet: the library datasets cannot read it", open_records, tmp_path / "b.parquet")
+    refused(r"b\.parquet: the library datasets cannot read it.*magic bytes", open_records, "b.parquet")
+    (tmp_path / "mixed").mkdir()
+    write_jsonl(tmp_path / "mixed" / "a.jsonl", [{"prompt": {"x": 1}}])
+    write_jsonl(tmp_path / "mixed" / "b.jsonl", [{"prompt": {"y": 1}}])
+    capfd.readouterr()
+    refused(r"mixed: the library .* name one file\): TypeError: .*cast", open_records, "mixed")
+    assert capfd.readouterr().err == ""
     load_dataset = Mock(return_value=table)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for path, split in (("someone/prompts", "train"), ("someone/prompts:test[:10%]", "test[:10%]")):

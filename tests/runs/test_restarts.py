@@ -90,7 +90,8 @@ def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path
 
 @pytest.mark.slow
 def test_the_script_of_slurm_trains(tmp_path):
-    """In bash, with commands of Slurm that say what they say in a job on one machine."""
+    """In bash, with commands of Slurm that say what they say in a job on one machine; then with a torchrun,
+    that of torch 2.11, whose help does not name --shutdown_timeout."""
     commands = {"scontrol": '[ "$*" = "show hostnames one" ] && echo localhost', "srun": 'exec "$@"'}
     commands["torchrun"] = f'exec {PYTHON} -m torch.distributed.run "$@"'
     for name, command in commands.items():
@@ -104,3 +105,6 @@ def test_the_script_of_slurm_trains(tmp_path):
     done = subprocess.run(script, cwd=ROOT, env={**os.environ, **job}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [m["step"] for m in read_jsonl(tmp_path / "out" / "ppo" / "metrics.jsonl")] == [0, 1, 2]
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
+    done = subprocess.run(script, env={**os.environ, **job}, capture_output=True, text=True, check=True)
+    assert "--rdzv_id 7 " in done.stdout and "--shutdown" not in done.stdout

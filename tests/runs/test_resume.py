@@ -372,6 +372,7 @@ def test_no_run_folder_is_named_like_a_result_and_it_goes_only_where_it_holds_no
             shutil.rmtree(folder.path, ignore_errors=True)
     (tmp_path / "before").mkdir()
     assert not RunFolder(tmp_path, "before", "").remove_if_unused()
+    tiny.refused("before: is a run folder", RunFolder, tmp_path, "b", "", "run", [tmp_path / "before"])
 
 
 def test_a_folder_in_use_is_refused_until_its_process_has_ended_though_a_worker_outlives_it(files, tmp_path):

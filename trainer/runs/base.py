@@ -103,6 +103,7 @@ class Run(ABC):
 
     folder: Path
     result_path: Path
+    outputs: list[Path]  # files and folders that the result replaces
     saved_step: int = 0  # after which the weights of the newest checkpoint and of the result are
 
     @property

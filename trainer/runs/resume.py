@@ -12,6 +12,7 @@ import platform
 import secrets
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,28 @@ class RunFolder:
     user; ``config``: the content of config.json, once ``write_config`` has written it.
     """
 
-    def __init__(self, out_dir: str | Path, run_name: str, resume: str, kind: str = "run") -> None:
-        """kind: begins the names of runs without one: <kind>_<n>, n one above the highest number so far.
-        Raises InputError, having changed nothing, if the folder holds a run that is not to be resumed, if it
-        is in use, or if all its checkpoints are damaged."""
+    def __init__(
+        self,
+        out_dir: str | Path,
+        run_name: str,
+        resume: str,
+        kind: str = "run",
+        outputs: Iterable[Path] = (),
+    ) -> None:
+        """kind: begins the names of runs without one: <kind>_<n>, n one above the highest number so far;
+        outputs: of the run. Raises InputError, having changed nothing, if the folder holds a run that is not
+        to be resumed, is in use or has damaged checkpoints only, or if an output would replace a run."""
         self.config: Config = {}
         named = bool(run_name or resume)
         with writing(f"--out_dir {out_dir}"):
             while True:
                 self.path, found = choose(Path(out_dir), run_name, resume, kind)
+                for output in outputs:
+                    if output.resolve() == self.path.resolve() or (output / ".lock").exists():
+                        raise InputError(
+                            f"{output}: is a run folder, and the result would replace its config.json; "
+                            "change --run_name, --out_dir or --hf_dir, whichever names it"
+                        )
                 self._found = self.path.exists()  # and not made by this run
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 try:
