@@ -51,7 +51,7 @@ def test_files(tmp_path, name, content):
     assert found == RECORDS
 
 
-def test_tables_and_hub_names(tmp_path, monkeypatch, capfd):
+def test_tables_and_hub_names(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     empty = {"answer": None, "score": float("nan")}
     table = datasets.Dataset.from_list([{**empty, **record} for record in RECORDS])
@@ -83,9 +83,7 @@ def test_tables_and_hub_names(tmp_path, monkeypatch, capfd):
     (tmp_path / "mixed").mkdir()
     write_jsonl(tmp_path / "mixed" / "a.jsonl", [{"prompt": {"x": 1}}])
     write_jsonl(tmp_path / "mixed" / "b.jsonl", [{"prompt": {"y": 1}}])
-    capfd.readouterr()
     refused(r"mixed: the library .* name one file\): TypeError: .*cast", open_records, "mixed")
-    assert capfd.readouterr().err == ""
     load_dataset = Mock(return_value=table)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for path, split in (("someone/prompts", "train"), ("someone/prompts:test[:10%]", "test[:10%]")):
