@@ -98,7 +98,8 @@ HAND_WRITTEN = {
     ],
     "trainer/models.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
     "trainer/options/best.py": [
-        ("fingerprint, *code, *args.eval_reward_model]", "fingerprint]", "tests/test_best.py")
+        ("fingerprint, *code]", "fingerprint]", "tests/test_best.py"),
+        (" + models_hash(run.judge.models)", "", "tests/test_best.py"),
     ],
     "trainer/rewards/combine.py": [
         (

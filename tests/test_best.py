@@ -20,6 +20,8 @@ from tiny import (
     refused,
     run_files,
     same_run,
+    save_reward_dir,
+    word_tokenizer,
     write_jsonl,
 )
 
@@ -130,6 +132,12 @@ def test_evaluated_in_another_way_the_best_begins_anew(half, files, monkeypatch,
         others.append({flag: f"{other}:{name}"})
     run = built(files, **SIZES)
     assert built(files, **SIZES).best.follows(run.best)
+    model = Path(files["model"]).parent / "reward"
+    judged = built(files, **SIZES, eval_reward_model=model)
+    moved = shutil.copytree(model, half / "moved")
+    assert built(files, **SIZES, eval_reward_model=moved).best.follows(judged.best)
+    save_reward_dir(moved, word_tokenizer(list("abcdefgh"), chat=True), seed=7)
+    assert not built(files, **SIZES, eval_reward_model=moved).best.follows(judged.best)
     for other in others:
         assert not built(files | other, **SIZES).best.follows(run.best), other
     train_ppo.main([*argv_of(files | other, half), "--resume", "auto"])

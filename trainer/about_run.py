@@ -18,6 +18,7 @@ from model.loading import embeddings
 from model.lora import describe as describe_adapters
 from model.weights import short_hash, weights_hash
 from trainer.rewards.reward_function import code_hash, fields_read
+from trainer.rewards.reward_models import models_hash
 from trainer.runs.base import Run
 
 if TYPE_CHECKING:  # it has these functions as methods
@@ -127,21 +128,8 @@ def fingerprints(run: "PpoRun") -> dict[str, str]:
     }
     if run.ptx:
         found["ptx_data_path"] = run.ptx.data.fingerprint
-    reward_models = []
-    for model, weight in run.reward.models.values():
-        config = model.model.config.to_dict()
-        reward_models.append(
-            [
-                weights_hash(model.model),
-                sorted(model.tokenizer.get_vocab().items()),
-                model.tokenizer.chat_template,
-                weight,
-                config.get("reward_offset", 0.0),
-                config.get("pad_token_id"),  # the score is read at the last token that is not this one
-            ]
-        )
-    if reward_models:
-        found["reward_model"] = short_hash(reward_models)
+    if run.reward.models:
+        found["reward_model"] = models_hash(run.reward.models)
     if run.reward.function:
         found["reward_fn"] = code_hash(run.args.reward_fn)
         fields = fields_read(run.reward.function, run.data.columns)
