@@ -315,6 +315,7 @@ START = """
     clip_epsilon=0.0003               | unusual_flags look             | --clip_epsilon 0.2
     prompts=190                       | few_prompts look               | more data
     prompts=200                       |                                |
+    prompts=190 num_generations=2     |                                |
     batch_size=15                     | small_batch look               | --batch_size
     batch_size=16                     |                                |
 """
@@ -444,7 +445,7 @@ def test_what_is_not_known_is_left_out():
 
 def test_numbers_are_those_of_the_run():
     found = findings(ended(0, 0, 0), {**FACTS, "prompts": 10})
-    assert found["few_prompts"].numbers == ["10 prompts or logged answers", "589 samples or passes of each"]
+    assert found["few_prompts"].numbers == ["10 prompts or logged answers", "589 passes"]
     assert found["few_end"].numbers == ["rollout/finished 0.000 in the first steps", "--max_gen_len 64"]
 
 

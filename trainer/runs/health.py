@@ -130,6 +130,7 @@ class Past:
     def _conclude(self) -> None:
         """Renew ``seen``. Numbers that cannot be told yet are NaN."""
         values = self.values
+        in_a_pass = self.known("prompts") * self.args.get("num_generations", 1)  # responses
         odd = {}  # flags far outside the range in which they help; one that is 0 is off
         for name, (least, most, _) in self.usual.items():
             value = self.args.get(name)
@@ -152,7 +153,7 @@ class Past:
             "odd": ", ".join(odd.values()),
             "odd_usual": " ".join(f"--{name} {self.usual[name][2]:g}" for name in odd),
             "responses": self.responses,
-            "times_seen": self.known("total_steps") * self.responses / (self.known("prompts") or math.inf),
+            "times_seen": self.known("total_steps") * self.responses / (in_a_pass or math.inf),
             "exact": self.known("dtype") == "float32",
             "clips_tokens": self.known("policy_loss") != "gspo",
             "responses_seen": self.step * self.responses,
