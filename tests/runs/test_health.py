@@ -310,6 +310,7 @@ START = """
     critic_learning_rate=1e-7         | unusual_flags look             | --critic_learning_rate 0.0005
     cliprange_value=0.001             | unusual_flags look             | --cliprange_value 0.5
     cliprange_value=0.0               |                                |
+    gamma=0 lam=0 target_kl=0         | unusual_flags look             | --gamma 1 --lam 1
     policy_loss="cispo"               |                                |
     policy_loss="gspo"                | unusual_flags look             | --clip_epsilon 0.0003
     clip_epsilon=0.0003               | unusual_flags look             | --clip_epsilon 0.2

@@ -131,10 +131,10 @@ class Past:
         """Renew ``seen``. Numbers that cannot be told yet are NaN."""
         values = self.values
         in_a_pass = self.known("prompts") * self.args.get("num_generations", 1)  # responses
-        odd = {}  # flags far outside the range in which they help; one that is 0 is off
-        for name, (least, most, _) in self.usual.items():
-            value = self.args.get(name)
-            if value and not least <= value <= most:
+        odd = {}  # flags far outside the range in which they help; 0 turns the others off
+        for name, (least, most, usual) in self.usual.items():
+            value = self.args.get(name, usual)
+            if (value or name in ("gamma", "lam")) and not least <= value <= most:
                 odd[name] = f"--{name} {value:g} (usual: {least:g} to {most:g})"
         # The score that can be compared between steps: with --normalize_reward the raw one.
         score = "reward/score_raw" if values["reward/score_raw"] else "reward/score"
