@@ -29,6 +29,7 @@ from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
 from trainer.options.best import Best, best_so_far, usual_metric
 from trainer.run import PpoRun
+from trainer.runs.base import Progress
 from trainer.runs.distributed import World
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 6, "epochs": 9}
@@ -232,6 +233,9 @@ def test_the_best_of_a_resumed_run_is_that_of_the_main_process():
         def from_main(self, item):
             return best
 
-    run = SimpleNamespace(best=Best(), world=Second(1, 1, torch.device("cpu")))
+    run = SimpleNamespace(best=Best(), world=Second(1, 1, torch.device("cpu")), progress=Progress(0, step=3))
     PpoRun.restore_best(run, None)
     assert run.best is best
+    assert PpoRun.best_note(run) == "best.pth has those after step 3, the best by eval/score (1.000)"
+    run.progress.step = 2  # an older checkpoint was resumed: metrics.jsonl has no step 3 any more
+    assert "after step 3, done before an older checkpoint was resumed, the best" in PpoRun.best_note(run)

@@ -319,11 +319,11 @@ class PpoRun(Run):
         self.best = self.world.from_main(self.best)
 
     def best_note(self) -> str:
-        return self.best.describe(WEIGHTS)
+        return self.best.describe(WEIGHTS, self.progress.step)
 
     def results(self) -> str:
         words = ""
-        if best := self.best.describe(self.folder / WEIGHTS):
+        if best := self.best.describe(self.folder / WEIGHTS, self.progress.step):
             words = f"best     {best}\n"
         words += f"average  {self.folder / AVERAGE} (--ema_beta)\n" if self.ema.batches else ""
         talk = self.command("chat.py", "--model", self.result_path)
