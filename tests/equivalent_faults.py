@@ -98,8 +98,8 @@ HAND_WRITTEN = {
     ],
     "trainer/models.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
     "trainer/options/best.py": [
-        ("fingerprint, *code]", "fingerprint]", "tests/test_best.py"),
-        (" + models_hash(run.judge.models)", "", "tests/test_best.py"),
+        ("{run.held_out.fingerprint} ", "", "tests/test_best.py"),
+        (" {run.judged_by}", "", "tests/test_best.py"),
     ],
     "trainer/rewards/combine.py": [
         (

@@ -1,6 +1,7 @@
 """The best actor: its file is what was evaluated, bit for bit, whatever stops or resumes the run."""
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -145,6 +146,13 @@ def test_evaluated_in_another_way_the_best_begins_anew(half, files, monkeypatch,
     assert "note: the best so far was evaluated otherwise; it begins anew" in capsys.readouterr().out
     best, _ = best_of(half)
     assert (best["value"], best["step"]) == (-8.0, 5)
+    train_ppo.main([*argv_of(files | other, half), "--resume", "auto"])  # it has ended: only its summary
+    assert "evaluated otherwise" not in capsys.readouterr().out
+    summary = (half / "r/summary.md").read_text()
+    assert "on 2 held-out prompts since step 4" in summary and "| eval/judge | -9 | -9 |" in summary
+    assert "eval/judge -9.000, at the start -9.000, at the best -8.000" in summary
+    answers = (half / "r/report.html").read_text().partition('id="answers"')[2].partition("</section>")[0]
+    assert re.search("steps? 4", answers) and not re.search("steps? [0-3]", answers)
 
 
 def test_resumed_without_evaluations_it_keeps_its_best(half, killed, files, capsys):

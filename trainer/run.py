@@ -40,7 +40,8 @@ from trainer.options.offline import held_out_pairs
 from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.rewards.combine import Reward, load_judge, load_reward, modules_of, scoring_models
-from trainer.rewards.reward_function import names_of_run
+from trainer.rewards.reward_function import code_hash, names_of_run
+from trainer.rewards.reward_models import models_hash
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World
@@ -84,6 +85,7 @@ class PpoRun(Run):
         # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
         self.names_of_run = of_run = names_of_run(self.data, self.held_out)  # that functions may ask for
         self.judge = load_judge(args, place, self.dtype, of_run, self.held_out)
+        self.judged_by = code_hash(args.eval_reward_fn) + models_hash(self.judge.models)
         self.reward = Reward()
         if not args.offline_data_path:
             self.reward = load_reward(args, place, self.dtype, of_run, self.data, self.held_out)

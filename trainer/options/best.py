@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from atomic_files import write_whole, writing
 from errors import InputError
 from trainer.rewards.reward_function import code_hash
-from trainer.rewards.reward_models import models_hash
 
 WEIGHTS = "best.pth"  # in the run folder
 EVALUATION = "best.json"
@@ -72,8 +71,7 @@ def first_best(run: Any) -> Best:
     metric = args.best_metric and f"eval/{args.best_metric.removeprefix('eval/')}"
     if metric and metric not in names:
         raise InputError(f"--best_metric {metric}: no evaluation has it; choose one of {', '.join(names)}")
-    code = [code_hash(args.reward_fn), code_hash(args.eval_reward_fn)]
-    return Best(" ".join([run.held_out.fingerprint, *code]) + models_hash(run.judge.models), metric)
+    return Best(f"{run.held_out.fingerprint} {code_hash(args.reward_fn)} {run.judged_by}", metric)
 
 
 def best_so_far(folder: Path, best: Best, logger: Any) -> Best:

@@ -70,7 +70,8 @@ class Past:
         """Take in a line of metrics.jsonl."""
         self.step = record["step"]
         for name, x in record.items():
-            if x is not None and math.isfinite(x):
+            compared = not name.startswith("eval/") or self.step >= self.known("compared_since")
+            if x is not None and math.isfinite(x) and compared:
                 self.values[name].append(x)
                 self.steps[name].append(self.step)
         self._conclude()
