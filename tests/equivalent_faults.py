@@ -98,7 +98,8 @@ HAND_WRITTEN = {
     ],
     "trainer/run.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
     "trainer/options/best.py": [
-        ("fingerprint, *code, *args.eval_reward_model]", "fingerprint]", "tests/test_best.py")
+        ("{run.held_out.fingerprint} ", "", "tests/test_best.py"),
+        (" {run.judged_by}", "", "tests/test_best.py"),
     ],
     "trainer/rewards/combine.py": [
         (

@@ -1,6 +1,7 @@
 """The best actor: its file is what was evaluated, bit for bit, whatever stops or resumes the run."""
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -20,6 +21,8 @@ from tiny import (
     refused,
     run_files,
     same_run,
+    save_reward_dir,
+    word_tokenizer,
     write_jsonl,
 )
 
@@ -27,6 +30,7 @@ from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
 from trainer.options.best import Best, best_so_far, usual_metric
 from trainer.run import PpoRun
+from trainer.runs.base import Progress
 from trainer.runs.distributed import World
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 6, "epochs": 9}
@@ -130,12 +134,25 @@ def test_evaluated_in_another_way_the_best_begins_anew(half, files, monkeypatch,
         others.append({flag: f"{other}:{name}"})
     run = built(files, **SIZES)
     assert built(files, **SIZES).best.follows(run.best)
+    model = Path(files["model"]).parent / "reward"
+    judged = built(files, **SIZES, eval_reward_model=model)
+    moved = shutil.copytree(model, half / "moved")
+    assert built(files, **SIZES, eval_reward_model=moved).best.follows(judged.best)
+    save_reward_dir(moved, word_tokenizer(list("abcdefgh"), chat=True), seed=7)
+    assert not built(files, **SIZES, eval_reward_model=moved).best.follows(judged.best)
     for other in others:
         assert not built(files | other, **SIZES).best.follows(run.best), other
     train_ppo.main([*argv_of(files | other, half), "--resume", "auto"])
     assert "note: the best so far was evaluated otherwise; it begins anew" in capsys.readouterr().out
     best, _ = best_of(half)
     assert (best["value"], best["step"]) == (-8.0, 5)
+    train_ppo.main([*argv_of(files | other, half), "--resume", "auto"])  # it has ended: only its summary
+    assert "evaluated otherwise" not in capsys.readouterr().out
+    summary = (half / "r/summary.md").read_text()
+    assert "on 2 held-out prompts since step 4" in summary and "| eval/judge | -9 | -9 |" in summary
+    assert "eval/judge -9.000, at the start -9.000, at the best -8.000" in summary
+    answers = (half / "r/report.html").read_text().partition('id="answers"')[2].partition("</section>")[0]
+    assert re.search("steps? 4", answers) and not re.search("steps? [0-3]", answers)
 
 
 def test_resumed_without_evaluations_it_keeps_its_best(half, killed, files, capsys):
@@ -224,6 +241,9 @@ def test_the_best_of_a_resumed_run_is_that_of_the_main_process():
         def from_main(self, item):
             return best
 
-    run = SimpleNamespace(best=Best(), world=Second(1, 1, torch.device("cpu")))
+    run = SimpleNamespace(best=Best(), world=Second(1, 1, torch.device("cpu")), progress=Progress(0, step=3))
     PpoRun.restore_best(run, None)
     assert run.best is best
+    assert PpoRun.best_note(run) == "best.pth has those after step 3, the best by eval/score (1.000)"
+    run.progress.step = 2  # an older checkpoint was resumed: metrics.jsonl has no step 3 any more
+    assert "after step 3, done before an older checkpoint was resumed, the best" in PpoRun.best_note(run)

@@ -107,6 +107,10 @@ OWN = {"model": "x", "data_path": "x", "reward_url": "http://x"}
         ({"mini_batch_size": 2**20 + 1}, "--mini_batch_size 1048577: must be at most 1048576"),
         ({"entropy_top": 0}, "--entropy_top 0.0: must be"),
         ({"dual_clip": 1}, "--dual_clip 1: must be 0, for no limit, or above 1"),
+        (
+            {"importance_cap": 0.99},
+            "--importance_cap 0.99: must be 0, for no weights, or at least 1; 2 is usual",
+        ),
         ({"min_gen_len": 65}, "--min_gen_len 65: must be at most --max_gen_len 64"),
         ({"overlong_buffer": 65}, "--overlong_buffer 65: must be at most --max_gen_len 64"),
         ({"model": "x", "reward_url": "http://x"}, "--data_path: name the JSONL file with the prompts"),

@@ -92,6 +92,10 @@ def complete_flags(args: Flags) -> Flags:
         )
     if 0 < args.dual_clip <= 1:
         raise InputError(f"--dual_clip {args.dual_clip:g}: must be 0, for no limit, or above 1; 3 is usual")
+    if 0 < args.importance_cap < 1:
+        raise InputError(
+            f"--importance_cap {args.importance_cap:g}: must be 0, for no weights, or at least 1; 2 is usual"
+        )
     for name in ("min_gen_len", "overlong_buffer"):
         if (value := getattr(args, name)) > args.max_gen_len:
             raise InputError(f"--{name} {value}: must be at most --max_gen_len {args.max_gen_len}")

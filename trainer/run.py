@@ -51,7 +51,7 @@ from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.rewards.combine import Reward, load_judge, load_reward, modules_of, scoring_models
 from trainer.rewards.reward_function import code_hash, fields_read, names_of_run
-from trainer.rewards.reward_models import ClassifierRewardModel, RewardModels
+from trainer.rewards.reward_models import ClassifierRewardModel, RewardModels, models_hash
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World
@@ -98,6 +98,7 @@ class PpoRun(Run):
         # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
         self.names_of_run = of_run = names_of_run(self.data, self.held_out)  # that functions may ask for
         self.judge = load_judge(args, place, self.dtype, of_run, self.held_out)
+        self.judged_by = code_hash(args.eval_reward_fn) + models_hash(self.judge.models)
         self.reward = Reward()
         if not args.offline_data_path:
             self.reward = load_reward(args, place, self.dtype, of_run, self.data, self.held_out)
@@ -371,21 +372,8 @@ class PpoRun(Run):
         }
         if self.ptx:
             found["ptx_data_path"] = self.ptx.data.fingerprint
-        reward_models = []
-        for model, weight in self.reward.models.values():
-            config = model.model.config.to_dict()
-            reward_models.append(
-                [
-                    weights_hash(model.model),
-                    sorted(model.tokenizer.get_vocab().items()),
-                    model.tokenizer.chat_template,
-                    weight,
-                    config.get("reward_offset", 0.0),
-                    config.get("pad_token_id"),  # the score is read at the last token that is not this one
-                ]
-            )
-        if reward_models:
-            found["reward_model"] = short_hash(reward_models)
+        if self.reward.models:
+            found["reward_model"] = models_hash(self.reward.models)
         if self.reward.function:
             found["reward_fn"] = code_hash(self.args.reward_fn)
             fields = fields_read(self.reward.function, self.data.columns)
@@ -432,11 +420,11 @@ class PpoRun(Run):
         self.best = self.world.from_main(self.best)
 
     def best_note(self) -> str:
-        return self.best.describe(WEIGHTS)
+        return self.best.describe(WEIGHTS, self.progress.step)
 
     def results(self) -> str:
         words = ""
-        if best := self.best.describe(self.folder / WEIGHTS):
+        if best := self.best.describe(self.folder / WEIGHTS, self.progress.step):
             words = f"best     {best}\n"
         words += f"average  {self.folder / AVERAGE} (--ema_beta)\n" if self.ema.batches else ""
         talk = self.command("chat.py", "--model", self.result_path)

@@ -310,11 +310,13 @@ START = """
     critic_learning_rate=1e-7         | unusual_flags look             | --critic_learning_rate 0.0005
     cliprange_value=0.001             | unusual_flags look             | --cliprange_value 0.5
     cliprange_value=0.0               |                                |
+    gamma=0 lam=0 target_kl=0         | unusual_flags look             | --gamma 1 --lam 1
     policy_loss="cispo"               |                                |
     policy_loss="gspo"                | unusual_flags look             | --clip_epsilon 0.0003
     clip_epsilon=0.0003               | unusual_flags look             | --clip_epsilon 0.2
     prompts=190                       | few_prompts look               | more data
     prompts=200                       |                                |
+    prompts=190 num_generations=2     |                                |
     batch_size=15                     | small_batch look               | --batch_size
     batch_size=16                     |                                |
 """
@@ -444,7 +446,7 @@ def test_what_is_not_known_is_left_out():
 
 def test_numbers_are_those_of_the_run():
     found = findings(ended(0, 0, 0), {**FACTS, "prompts": 10})
-    assert found["few_prompts"].numbers == ["10 prompts or logged answers", "589 samples or passes of each"]
+    assert found["few_prompts"].numbers == ["10 prompts or logged answers", "589 passes"]
     assert found["few_end"].numbers == ["rollout/finished 0.000 in the first steps", "--max_gen_len 64"]
 
 

@@ -119,7 +119,8 @@ def peak_memory() -> int:
     try:
         import resource
     except ImportError:  # Windows
-        return psutil.Process().memory_info().peak_wset
+        now = psutil.Process().memory_info()
+        return getattr(now, "peak_wset", now.rss)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -41,10 +41,12 @@ class Best(NamedTuple):
         """Whether evaluations to come can be compared with an earlier one, or there will be none."""
         return not self.source or (self.source == earlier.source and self.metric in ("", earlier.metric))
 
-    def describe(self, file: str | Path) -> str:
-        """Words on this file; "" without evaluations."""
+    def describe(self, file: str | Path, step: int) -> str:
+        """Words on this file, in a run that has come to ``step``; "" without evaluations."""
         if self.step:
-            return f"{file} has those after step {self.step}, the best by {self.metric} ({self.value:.3f})"
+            when = ", done before an older checkpoint was resumed" if self.step > step else ""
+            value = f"{self.metric} ({self.value:.3f})"
+            return f"{file} has those after step {self.step}{when}, the best by {value}"
         if self.value == -math.inf:
             return ""
         return f"there is no {file}, because {self.metric} was never above {self.value:.3f}"
@@ -69,8 +71,7 @@ def first_best(run: Any) -> Best:
     metric = args.best_metric and f"eval/{args.best_metric.removeprefix('eval/')}"
     if metric and metric not in names:
         raise InputError(f"--best_metric {metric}: no evaluation has it; choose one of {', '.join(names)}")
-    code = [code_hash(args.reward_fn), code_hash(args.eval_reward_fn)]
-    return Best(" ".join([run.held_out.fingerprint, *code, *args.eval_reward_model]), metric)
+    return Best(f"{run.held_out.fingerprint} {code_hash(args.reward_fn)} {run.judged_by}", metric)
 
 
 def best_so_far(folder: Path, best: Best, logger: Any) -> Best:

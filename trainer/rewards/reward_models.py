@@ -38,7 +38,7 @@ from model.loading import (
     most_positions,
     quiet,
 )
-from model.weights import keep_in_half, make_score_heads
+from model.weights import keep_in_half, make_score_heads, short_hash, weights_hash
 from trainer.compute.batching import Layout, pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.precision import autocast
@@ -288,3 +288,22 @@ def load_reward_models(
         model = load_reward_model(path, device, args.trust_remote_code, dtype, args.reward_dtype)
         loaded[name] = model, weight
     return loaded
+
+
+def models_hash(models: RewardModels) -> str:
+    """The hash of all that scores depend on, whatever the paths; "" for no models. Call it before frozen
+    weights are rounded."""
+    found = []
+    for model, weight in models.values():
+        config = model.model.config.to_dict()
+        found.append(
+            [
+                weights_hash(model.model),
+                sorted(model.tokenizer.get_vocab().items()),
+                model.tokenizer.chat_template,
+                weight,
+                config.get("reward_offset", 0.0),
+                config.get("pad_token_id"),  # the score is read at the last token that is not this one
+            ]
+        )
+    return short_hash(found) if found else ""

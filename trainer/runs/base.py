@@ -89,8 +89,9 @@ class Run(ABC):
     dtype: torch.dtype  # of mixed precision
     tokenizer: PreTrainedTokenizerBase
     data: Any  # what it learns from: a ``Dataset`` with a length
-    held_out: Sized | None  # the records of an evaluation
+    held_out: Any  # the records of an evaluation, or None
     held_out_pairs: Sized | None = None  # of offline PPO
+    judged_by: str = ""  # a hash of the judge; "" without
     learners: dict[str, Learner]
     # {name: what a checkpoint keeps besides weights and moments}: in state.json, or where it has tensors in a
     # file of its own. ``load_state_dict`` gets {} where the checkpoint has none; it may raise KeyError.
@@ -131,7 +132,10 @@ class Run(ABC):
 
     def facts(self) -> dict[str, Any]:
         """{name: value}: what health.py and the report read of a run's start."""
-        return {"held_out": len(self.held_out_pairs or self.held_out or ())}
+        return {
+            "held_out": len(self.held_out_pairs or self.held_out or ()),
+            "evaluated_by": self.held_out.fingerprint + self.judged_by if self.held_out else "",
+        }
 
     def prepare(self) -> None:
         """Make the models ready for training, before a checkpoint is loaded."""

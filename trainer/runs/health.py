@@ -70,7 +70,8 @@ class Past:
         """Take in a line of metrics.jsonl."""
         self.step = record["step"]
         for name, x in record.items():
-            if x is not None and math.isfinite(x):
+            compared = not name.startswith("eval/") or self.step >= self.known("compared_since")
+            if x is not None and math.isfinite(x) and compared:
                 self.values[name].append(x)
                 self.steps[name].append(self.step)
         self._conclude()
@@ -130,10 +131,11 @@ class Past:
     def _conclude(self) -> None:
         """Renew ``seen``. Numbers that cannot be told yet are NaN."""
         values = self.values
-        odd = {}  # flags far outside the range in which they help; one that is 0 is off
-        for name, (least, most, _) in self.usual.items():
-            value = self.args.get(name)
-            if value and not least <= value <= most:
+        in_a_pass = self.known("prompts") * self.args.get("num_generations", 1)  # responses
+        odd = {}  # flags far outside the range in which they help; 0 turns the others off
+        for name, (least, most, usual) in self.usual.items():
+            value = self.args.get(name, usual)
+            if (value or name in ("gamma", "lam")) and not least <= value <= most:
                 odd[name] = f"--{name} {value:g} (usual: {least:g} to {most:g})"
         # The score that can be compared between steps: with --normalize_reward the raw one.
         score = "reward/score_raw" if values["reward/score_raw"] else "reward/score"
@@ -152,7 +154,7 @@ class Past:
             "odd": ", ".join(odd.values()),
             "odd_usual": " ".join(f"--{name} {self.usual[name][2]:g}" for name in odd),
             "responses": self.responses,
-            "times_seen": self.known("total_steps") * self.responses / (self.known("prompts") or math.inf),
+            "times_seen": self.known("total_steps") * self.responses / (in_a_pass or math.inf),
             "exact": self.known("dtype") == "float32",
             "clips_tokens": self.known("policy_loss") != "gspo",
             "responses_seen": self.step * self.responses,

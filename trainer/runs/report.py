@@ -37,6 +37,7 @@ def write_report(run: Run, health: Health, state: str) -> str:
     folder = run.folder
     past = health.past
     findings = health.sorted
+    since = past.known("compared_since")
     panels = run.display.panels
     shown = {
         "run": run,
@@ -51,7 +52,7 @@ def write_report(run: Run, health: Health, state: str) -> str:
         written=time.strftime("%Y-%m-%d %H:%M %Z"),
         past=past,
         svgs=draw_svgs(past, panels, findings),
-        answers=read_rows(folder / "eval_samples.jsonl"),
+        answers=[row for row in read_rows(folder / "eval_samples.jsonl") if row["step"] >= since],
         samples=read_rows(folder / "samples.jsonl"),
     )
     with writing(folder):
@@ -73,6 +74,8 @@ def in_words(run: Run, past: Past, state: str) -> list[str]:
     name = f"eval/{short}"
     if change := past.ends(name):
         where = f"on {past.known('held_out')} held-out {display.tested}"
+        if since := past.known("compared_since"):
+            where += f" since step {since}"
         least = past.least_change(name, *change)
     else:
         where = f"in training (first and last tenth of {len(steps)} steps)"

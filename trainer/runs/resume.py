@@ -178,6 +178,14 @@ def write_config(run: Run, folder: RunFolder) -> None:
                 config[CHOSEN] = old.get(CHOSEN)
             folder.notes += check_same_run(old, config, run.args.declared)
             config["run_id"] = old["run_id"]
+            # Earlier evaluations by other records or another judge are not compared with those to come.
+            facts = config["facts"]
+            source = old["facts"].get("evaluated_by")
+            facts["evaluated_by"] = facts["evaluated_by"] or source
+            first = checkpoints.step_of(folder.checkpoint) + 1 if folder.checkpoint else 0
+            since = old["facts"].get("compared_since", 0)
+            same = not source or source == facts["evaluated_by"]
+            facts["compared_since"] = min(first, since) if same else first
         if old.get("saved") and not folder.checkpoint:
             raise InputError(
                 f"--resume: {folder.path} has lost its checkpoints, and to begin again would erase its logs; "
