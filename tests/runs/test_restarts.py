@@ -75,7 +75,7 @@ def test_processes_that_are_killed_at_random_moments_cost_no_step(tmp_path, proc
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path):
     files = run_files(tmp_path)
-    values = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 24, "epochs": 9}
+    values = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 60, "epochs": 22}
     values |= {"eval_data_path": files["data_path"], "eval_interval": 5, "update_old_actor_freq": 3}
     folder = tmp_path / "chaos"
     command = [PYTHON, str(ROOT / "benchmarks" / "chaos.py"), "--kills", "3", "--seed", "1", "--folder"]
@@ -85,7 +85,7 @@ def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path
     assert "differences |" in done.stdout
     assert "| none |" in done.stdout
     steps = [m["step"] for m in read_jsonl(folder / "storm" / "run" / "metrics.jsonl")]
-    assert steps == list(range(25))
+    assert steps == list(range(61))
 
 
 @pytest.mark.slow
