@@ -10,8 +10,7 @@ from tiny import tiny_llama, values_of
 from model.critic import CriticModel
 from trainer import train_ppo
 from trainer.compute.rollout_data import length_mask
-from trainer.ppo import is_informative
-from trainer.value_scale import AdvantageScale, ValueScale
+from trainer.value_scale import AdvantageScale, ValueScale, is_informative
 
 STEPS = 8
 

@@ -202,14 +202,6 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_p
     return 1 - (error_std / return_std) ** 2 if return_std else math.nan
 
 
-def is_informative(rollout: Rollout, sum_over_processes: Sum) -> bool:
-    """Do the batch's scores differ, or the rewards within its responses? If not, nothing can be learned."""
-    found = [moments(rollout.scores, torch.ones_like(rollout.finished))]
-    if rollout.step_rewards is not None:
-        found.append(moments(rollout.step_rewards, rollout.mask))
-    return any(mean_std(total)[1] > 0 for total in sum_over_processes(torch.stack(found)))
-
-
 def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable) -> Tensor:
     """``--entropy_top``: the share of response tokens at which the old actor's entropy [B, R] is highest,
     over the whole batch and all processes; the policy loss is of these only (Wang et al. 2025,

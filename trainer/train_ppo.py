@@ -270,6 +270,7 @@ from trainer.runs.optimizer_step import (
     step_if_finite,
 )
 from trainer.step_metrics import note_rollout, rows_of_step, step_metrics
+from trainer.value_scale import is_informative
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Flags:
@@ -374,7 +375,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
     )
     rollout.rewards = rewards
     rollout.outcomes = ppo.discounted_sums(rewards, args.gamma)  # what values estimate, without any value
-    informative = ppo.is_informative(rollout, world.sum)
+    informative = is_informative(rollout, world.sum)
     answers = args.num_generations if args.advantage in ("rloo", "group") else 0  # that are compared
     group_std = None
     if args.advantage == "gae":

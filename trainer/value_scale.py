@@ -50,6 +50,14 @@ class RunningScale(Kept):
         self.last = variance
 
 
+def is_informative(rollout: Rollout, sum_over_processes: ppo.Sum) -> bool:
+    """Do the batch's scores differ, or the rewards within its responses? If not, nothing can be learned."""
+    found = [ppo.moments(rollout.scores, torch.ones_like(rollout.finished))]
+    if rollout.step_rewards is not None:
+        found.append(ppo.moments(rollout.step_rewards, rollout.mask))
+    return any(ppo.mean_std(total)[1] > 0 for total in sum_over_processes(torch.stack(found)))
+
+
 class AdvantageScale(RunningScale):
     """What advantages, and with them KL loss and entropy bonus, are divided by: a batch's own size.
 
@@ -67,7 +75,7 @@ class AdvantageScale(RunningScale):
         group_std: Tensor | None = None,
     ) -> tuple[Tensor, float, float]:
         """Advantages [B, R] -> (the same less their mean, divided by the batch's unit, 0 on padding; their
-        standard deviation; the unit). informative: see ``ppo.is_informative``.
+        standard deviation; the unit). informative: see ``is_informative``.
 
         answers: of "rloo" and "group" those of a prompt, whose mean is their zero already; only prompts whose
         scores differ count; else 0. ``group_std`` [B, R]: what those of "group" are divided by already.
