@@ -8,11 +8,14 @@ the host. So the tables that say where tokens lie are made there, once for all f
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
 
 Device = torch.device | str
 
@@ -128,3 +131,8 @@ class Layout:
         if not rows:
             return flat
         return flat.new_zeros(rows * width).index_copy_(0, self.response, flat).view(rows, width)
+
+    @cached_property
+    def filled(self) -> "Layout":
+        """The same with one more sequence, which makes N a multiple of ``PRODUCT_ROW_MULTIPLE``."""
+        return Layout([*self.lengths, -len(self.row) % PRODUCT_ROW_MULTIPLE], device=self.row.device)

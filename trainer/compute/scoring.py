@@ -103,7 +103,7 @@ def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout) -> tuple[T
             position_ids=F.pad(position, (0, more))[None],
             # Of four dimensions: transformers builds none of [N, N]. ``packing`` has the bounds instead.
             attention_mask=tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool),
-            packing=Layout([*layout.lengths, more], device=row.device) if more else layout,
+            packing=layout.filled if more else layout,
             use_cache=False,
             **extra,
         )
