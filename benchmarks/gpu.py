@@ -61,7 +61,7 @@ def run_part(part, seconds, log):
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        process_group=0,  # to be interrupted with all that it starts; in this session, which ends with us
+        process_group=0,  # to be interrupted with all that it starts
         env={**os.environ, "PYTHONUNBUFFERED": "1", "ALL_RESULTS": str(RESULTS / "gpu.json")},
     )
     os.set_blocking(process.stdout.fileno(), False)
@@ -119,7 +119,8 @@ def main(argv, begun):
     args = parser.parse_args(argv)
     if unknown := set(args.parts) - set(SECONDS):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(SECONDS)}")
-    signal.signal(signal.SIGTERM, lambda *given: sys.exit(143))  # so that the part ends as well
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the part ends as well
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     end, results, left = begun + 60 * args.minutes - PATIENCE, [], []
     RESULTS.mkdir(exist_ok=True, parents=True)
     os.environ["ALL_RESULTS"] = str(RESULTS / "gpu.json")

@@ -261,14 +261,14 @@ def learned_pieces(
         # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
         if full.startswith(after) and after.startswith(before) and len(before) > done:
             said = after[len(before) :]
+            learned = not isinstance(message["content"], NotLearned)
             answered = "".join(message["content"].split()).removeprefix("<think>")
             # Templates strip what is said, and may open its thought in the prompt.
-            if answered not in "".join(said.split()):
+            if learned and answered not in "".join(said.split()):
                 raise InputError(
                     "the chat template changes the answer or leaves out a part, such as a thought, so it is "
                     "not learned; give another --prompt_template, or take thoughts out of the records"
                 )
-            learned = not isinstance(message["content"], NotLearned)
             pieces += [(before[done:], False), (said, learned)]
             done = len(after)
     if not pieces or done < len(full):

@@ -91,7 +91,8 @@ class TableRecords:
         if os.path.lexists(path):  # its name may have a colon, as on Windows
             name = "parquet" if files else path
             split = ""
-        said = f"{path}: the library datasets cannot read it (of a folder, name one file)"
+        said = f"{path}: the library datasets cannot read it"
+        said += "; name one file of the folder" if os.path.isdir(path) else ""
         with quiet(), as_input_error(said):
             try:
                 self._table = datasets.load_dataset(name, split=split or "train", data_files=files)

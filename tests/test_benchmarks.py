@@ -201,13 +201,14 @@ gpu.main(["smoke"], time.monotonic())
 """
 
 
-def test_a_part_ends_with_the_program_that_started_it(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_part_ends_with_the_program_that_started_it(tmp_path, number):
     environment = {**os.environ, "RESULTS": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-c", END_OF_GPU, str(ROOT / "benchmarks")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         part = int(process.stdout.readline())
-        process.terminate()
-        assert process.wait(60) == 143
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
     with pytest.raises(ProcessLookupError):
         os.kill(part, 0)
 

@@ -126,7 +126,7 @@ def test_killed_between_the_best_and_its_checkpoint_it_ends_the_same(whole, half
 def test_evaluated_in_another_way_the_best_begins_anew(half, files, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE", "0 0 0 0 -9 -8 -9")
     monkeypatch.setenv("JUDGE_FROM", "4")
-    others = [{"eval_data_path": write_jsonl(half / "other.jsonl", [{"prompt": "d"}])}]
+    others = [{"eval_data_path": write_jsonl(half / "other.jsonl", [{"prompt": "d"}, {"prompt": "a"}])}]
     for flag in ("reward_fn", "eval_reward_fn"):
         path, _, name = files[flag].rpartition(":")
         other = half / f"{flag}.py"
@@ -142,6 +142,7 @@ def test_evaluated_in_another_way_the_best_begins_anew(half, files, monkeypatch,
     assert not built(files, **SIZES, eval_reward_model=moved).best.follows(judged.best)
     for other in others:
         assert not built(files | other, **SIZES).best.follows(run.best), other
+    other |= others[0]
     train_ppo.main([*argv_of(files | other, half), "--resume", "auto"])
     assert "note: the best so far was evaluated otherwise; it begins anew" in capsys.readouterr().out
     best, _ = best_of(half)
@@ -150,7 +151,8 @@ def test_evaluated_in_another_way_the_best_begins_anew(half, files, monkeypatch,
     assert "evaluated otherwise" not in capsys.readouterr().out
     summary = (half / "r/summary.md").read_text()
     assert "on 2 held-out prompts since step 4" in summary and "| eval/judge | -9 | -9 |" in summary
-    assert "eval/judge -9.000, at the start -9.000, at the best -8.000" in summary
+    assert "eval/judge 2.000, at the start 0.000, at the best 5.000" in summary  # found before
+    assert "-9.000, at the start" not in summary
     answers = (half / "r/report.html").read_text().partition('id="answers"')[2].partition("</section>")[0]
     assert re.search("steps? 4", answers) and not re.search("steps? [0-3]", answers)
 

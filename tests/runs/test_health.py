@@ -469,3 +469,16 @@ def test_the_spread_of_steps_is_that_of_their_noise_and_not_of_their_trend():
     assert spread_of_steps(noise.tolist()) == pytest.approx(3, rel=0.05)
     assert spread_of_steps((noise + torch.arange(2000) * 0.1).tolist()) == pytest.approx(3, rel=0.05)
     assert spread_of_steps([1.0, 2.0]) != spread_of_steps([1.0, 2.0])  # NaN: too few
+
+
+def test_evaluations_by_other_records_or_another_judge_are_left_out_once_there_are_new_ones():
+    past = Past(
+        {"facts": {"evaluated_by": {"eval/": [[0, "a"], [3, "b"]], "eval/judge": [[0, ""], [5, "x"]]}}}
+    )
+    found = []
+    for step in range(6):
+        past.add({"step": step, "reward/score": step, "eval/score": step, "eval/judge": -step})
+        found.append((past.since, past.ends("eval/score"), past.ends("eval/judge")))
+    assert found[2] == (0, (0, 2), (0, -2))
+    assert found[3:] == [(3, None, None), (3, (3, 4), (-3, -4)), (3, (3, 5), None)]
+    assert len(past.values["reward/score"]) == 6

@@ -313,7 +313,8 @@ GPUS = [  # --device, GPUs, processes here -> the GPU of process 1 and what sums
     ("cuda", 2, "2", "cuda:1", "nccl"),
     ("cuda:0", 2, "2", "cuda:1", "nccl"),  # MiniMind's default means no one GPU
     ("cuda:0", 1, "2", "cuda:0", "gloo"),  # nccl refuses two processes on one GPU
-    ("cuda", 1, "2", "--device cuda: .*: 2 processes and 1 GPUs here: start one for each GPU", ""),
+    ("", 1, "2", "--device cuda: .*: 2 processes and 1 GPUs here: start one for each GPU", ""),
+    ("cuda:0", 1, "3", "3 processes and 1 GPUs here", ""),  # of four; other machines may use nccl
     ("cuda", 1, "1", "cuda:1", "nccl"),  # two machines: this one's launcher counts otherwise
 ]
 
@@ -321,8 +322,10 @@ GPUS = [  # --device, GPUs, processes here -> the GPU of process 1 and what sums
 @pytest.mark.parametrize(("device", "gpus", "here", "wanted", "backend"), GPUS)
 def test_each_process_takes_a_gpu(monkeypatch, device, gpus, here, wanted, backend):
     started = []
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here}.items():
+    size = "4" if here == "3" else "2"
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": here}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda place: None)
     monkeypatch.setattr(distributed.torch, "zeros", lambda size, device: None)

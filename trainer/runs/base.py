@@ -134,7 +134,12 @@ class Run(ABC):
         """{name: value}: what health.py and the report read of a run's start."""
         return {
             "held_out": len(self.held_out_pairs or self.held_out or ()),
-            "evaluated_by": self.held_out.fingerprint + self.judged_by if self.held_out else "",
+            # {beginning of metrics: [[the first step, a hash of what they depend on], …]}; ``write_config``
+            # (resume.py) adds what a run was resumed with
+            "evaluated_by": {
+                "eval/": [[0, self.held_out.fingerprint if self.held_out else ""]],
+                "eval/judge": [[0, self.judged_by]],
+            },
         }
 
     def prepare(self) -> None:

@@ -172,6 +172,8 @@ def load(path: Path, run: Run) -> None:
                 if name.endswith("_optimizer") and key not in stored:
                     continue  # older versions keep no moments of what has not been stepped yet: they are 0
                 found = stored[key]
+                if found.shape != x.shape:
+                    raise ValueError(f"shapes {list(found.shape)} and {list(x.shape)} differ")
                 if isinstance(x, DTensor):  # this process has some of its rows
                     found = distribute_tensor(
                         found.to(x.device), x.device_mesh, x.placements, src_data_rank=None

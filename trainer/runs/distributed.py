@@ -153,15 +153,15 @@ def init_world(device: str, require: int = False) -> World:
     """Join the processes that ``torchrun`` started, if it did -> ``World``.
 
     device: --device, "" for a GPU if there is one; require: --ddp. Each process takes a GPU of its own; where
-    there are fewer GPUs, --device cuda:N puts all on that one. Raises InputError if the device cannot be
-    used, or if ``require`` is set and torchrun has not started this process.
+    a single machine has fewer, --device cuda:N puts all on that one. Raises InputError if the device cannot
+    be used, or if ``require`` is set and torchrun has not started this process.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this machine
     backend = "gloo"
     if require and "WORLD_SIZE" not in os.environ:
         raise InputError(f"--ddp: start with 'torchrun --nproc_per_node N {sys.argv[0]} …'")
-    with as_input_error(f"--device {device}: not usable here (--device cpu always is)"):
+    with as_input_error(f"--device {device or 'cuda'}: not usable here (--device cpu always is)"):
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if place.type == "cuda":
             gpus = torch.cuda.device_count()
@@ -169,7 +169,7 @@ def init_world(device: str, require: int = False) -> World:
             if size > 1 and processes <= gpus:
                 number = int(os.environ["LOCAL_RANK"])
                 backend = "nccl"  # which refuses two processes on one GPU
-            elif size > 1 and gpus and place.index is None:
+            elif size > 1 and gpus and (place.index is None or processes < size):
                 raise InputError(
                     f"{processes} processes and {gpus} GPUs here: start one for each GPU (--nproc_per_node), "
                     "or put all on one with --device cuda:0, which is slow"

@@ -47,9 +47,9 @@ class Past:
     """A run so far: what it has logged, and its flags. args: its config.json, or {}: flags, and ``facts``
     (run.py).
 
-    ``values``: {metric: all its values}, without those that are not finite; ``steps``: {metric: the steps of
-    its values}; ``usual``: {flag: [the least and the most that help, a usual value]}; ``seen``: the facts,
-    and what follows from all that, for conditions and texts of health.toml.
+    ``values``: {metric: all its values}, without those that are not finite; ``steps``: of these; ``since``:
+    the first step that was evaluated as it is now, earlier ones are left out; ``usual``: {flag: [the least
+    and the most that help, a usual value]}; ``seen``: the facts and what follows, for health.toml.
     """
 
     def __init__(self, args: Known) -> None:
@@ -61,6 +61,7 @@ class Past:
             **{name: [rate / FAR, rate * FAR, rate] for name, rate in self.seen.get("suited", {}).items()},
         }
         self.step = 0  # of the newest record
+        self.since = 0
         self.values: defaultdict[str, list[float]] = defaultdict(list)
         self.steps: defaultdict[str, list[int]] = defaultdict(list)
         self.responses = self.known("batch_size") * self.known("processes")  # of a step; 0: not known
@@ -69,9 +70,14 @@ class Past:
     def add(self, record: Known) -> None:
         """Take in a line of metrics.jsonl."""
         self.step = record["step"]
+        for kind, sources in self.seen.get("evaluated_by", {}).items():
+            if self.step in [first for first, _ in sources[1:]]:  # other records, or another judge
+                self.since = self.step if kind == "eval/" else self.since
+                for name in [name for name in self.steps if name.startswith(kind)]:
+                    self.values[name].clear()
+                    self.steps[name].clear()
         for name, x in record.items():
-            compared = not name.startswith("eval/") or self.step >= self.known("compared_since")
-            if x is not None and math.isfinite(x) and compared:
+            if x is not None and math.isfinite(x):
                 self.values[name].append(x)
                 self.steps[name].append(self.step)
         self._conclude()

@@ -37,7 +37,6 @@ def write_report(run: Run, health: Health, state: str) -> str:
     folder = run.folder
     past = health.past
     findings = health.sorted
-    since = past.known("compared_since")
     panels = run.display.panels
     shown = {
         "run": run,
@@ -52,7 +51,7 @@ def write_report(run: Run, health: Health, state: str) -> str:
         written=time.strftime("%Y-%m-%d %H:%M %Z"),
         past=past,
         svgs=draw_svgs(past, panels, findings),
-        answers=[row for row in read_rows(folder / "eval_samples.jsonl") if row["step"] >= since],
+        answers=[row for row in read_rows(folder / "eval_samples.jsonl") if row["step"] >= past.since],
         samples=read_rows(folder / "samples.jsonl"),
     )
     with writing(folder):
@@ -74,8 +73,7 @@ def in_words(run: Run, past: Past, state: str) -> list[str]:
     name = f"eval/{short}"
     if change := past.ends(name):
         where = f"on {past.known('held_out')} held-out {display.tested}"
-        if since := past.known("compared_since"):
-            where += f" since step {since}"
+        where += f" since step {past.since}" if past.since else ""
         least = past.least_change(name, *change)
     else:
         where = f"in training (first and last tenth of {len(steps)} steps)"

@@ -71,7 +71,9 @@ class RunFolder:
             while True:
                 self.path, found = choose(Path(out_dir), run_name, resume, kind)
                 for output in outputs:
-                    if output.resolve() == self.path.resolve() or (output / ".lock").exists():
+                    held = output / "config.json"
+                    of_run = held.is_file() and '"run_id"' in held.read_text("utf-8")
+                    if of_run or output.resolve() == self.path.resolve():
                         raise InputError(
                             f"{output}: is a run folder, and the result would replace its config.json; "
                             "change --run_name, --out_dir or --hf_dir, whichever names it"
@@ -178,14 +180,10 @@ def write_config(run: Run, folder: RunFolder) -> None:
                 config[CHOSEN] = old.get(CHOSEN)
             folder.notes += check_same_run(old, config, run.args.declared)
             config["run_id"] = old["run_id"]
-            # Earlier evaluations by other records or another judge are not compared with those to come.
-            facts = config["facts"]
-            source = old["facts"].get("evaluated_by")
-            facts["evaluated_by"] = facts["evaluated_by"] or source
             first = checkpoints.step_of(folder.checkpoint) + 1 if folder.checkpoint else 0
-            since = old["facts"].get("compared_since", 0)
-            same = not source or source == facts["evaluated_by"]
-            facts["compared_since"] = min(first, since) if same else first
+            before = old.get("facts", {}).get("evaluated_by", {})
+            for kind, sources in config["facts"]["evaluated_by"].items():
+                sources[:] = sources_so_far(before.get(kind, []), sources[0][1], first)
         if old.get("saved") and not folder.checkpoint:
             raise InputError(
                 f"--resume: {folder.path} has lost its checkpoints, and to begin again would erase its logs; "
@@ -195,6 +193,15 @@ def write_config(run: Run, folder: RunFolder) -> None:
         raise InputError(f"{folder.path / others[0]}: is of no run; give another --run_name")
     folder.config = config
     folder.write_config()
+
+
+def sources_so_far(before: list[list[Any]], now: str, first: int) -> list[list[Any]]:
+    """What evaluations depend on, in a run that goes on with step ``first``: [[the first step, a hash], …].
+    before: until it stopped; now: a hash, "" where nothing is evaluated for a while."""
+    kept = [source for source in before if source[0] < first]
+    if not kept:
+        return [[0, now]]
+    return kept if now in ("", kept[-1][1]) else [*kept, [first, now]]
 
 
 def check_same_run(old: Config, new: Config, flags: dict[str, Any]) -> list[str]:
