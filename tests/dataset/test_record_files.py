@@ -83,7 +83,7 @@ def test_tables_and_hub_names(tmp_path, monkeypatch):
     (tmp_path / "mixed").mkdir()
     write_jsonl(tmp_path / "mixed" / "a.jsonl", [{"prompt": {"x": 1}}])
     write_jsonl(tmp_path / "mixed" / "b.jsonl", [{"prompt": {"y": 1}}])
-    refused(r"mixed: the library .* name one file\): TypeError: .*cast", open_records, "mixed")
+    refused(r"mixed: the library .*; name one file of the folder: TypeError: .*cast", open_records, "mixed")
     load_dataset = Mock(return_value=table)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for path, split in (("someone/prompts", "train"), ("someone/prompts:test[:10%]", "test[:10%]")):
