@@ -113,7 +113,7 @@ HAND_WRITTEN = {
     "trainer/inputs.py": [
         ("warmup_steps >= steps", "warmup_steps > steps", "tests/test_inputs.py"),
         ("args.dual_clip <= 1", "args.dual_clip < 1", "tests/test_inputs.py"),
-        ("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/test_default_rates.py"),
+        ("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/test_inputs.py"),
     ],
     "trainer/runs/optimizer_step.py": [
         (

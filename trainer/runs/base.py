@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedTokenizerBase
 
+from dataset.lm_dataset import RecordDataset
 from trainer.compute.precision import LossScale
 from trainer.compute.sharding import InStep
 from trainer.runs.displays import Display
@@ -89,7 +90,7 @@ class Run(ABC):
     dtype: torch.dtype  # of mixed precision
     tokenizer: PreTrainedTokenizerBase
     data: Any  # what it learns from: a ``Dataset`` with a length
-    held_out: Any  # the records of an evaluation, or None
+    held_out: RecordDataset[Any] | None  # of an evaluation
     held_out_pairs: Sized | None = None  # of offline PPO
     judged_by: str = ""  # a hash of the judge; "" without
     learners: dict[str, Learner]
