@@ -3,6 +3,7 @@ classifiers, at their own precision; several of them."""
 
 import json
 import math
+import zlib
 
 import pytest
 import tiny
@@ -17,7 +18,8 @@ from model.weights import HalfEmbedding, HalfLinear, ScoreHead, weights_hash
 from trainer import train_ppo
 from trainer.compute.precision import round_frozen
 from trainer.inputs import DEMO
-from trainer.rewards.combine import RawScores, Reward, RunningStats, load_reward
+from trainer.rewards.combine import Judge, RawScores, Reward, RunningStats, load_reward
+from trainer.rewards.reward_function import Request
 from trainer.rewards.reward_models import conversation_ids, load_reward_model, parse_spec
 from trainer.run import critic_start
 from trainer.runs.distributed import World
@@ -95,6 +97,75 @@ def test_parts_and_their_sum(case):
     assert list(parts) == list(wanted) == reward.names
     models = {name for name in ("model", "server") if name in wanted}
     assert set(reward.running) == (models if reward.normalize_reward else set())
+
+
+def number_of(*texts):
+    """A number from -2.4 to 2.4 that follows from these texts, other texts have another one."""
+    return zlib.crc32(" | ".join(texts).encode()) % 97 / 20 - 2.4
+
+
+def steps_of(prompts, responses, answers, tag):
+    """Of every second response in steps"""
+    scores = map(number_of, prompts, responses, answers, tag)
+    return [[(n, x)] if n % 2 else x for x, n in zip(scores, map(len, responses), strict=True)]
+
+
+ROWS = {
+    "models": {name: (lambda asked: torch.tensor([number_of(*x) for x in asked]), 0.5) for name in "mn"},
+    "function": steps_of,
+    "server": lambda request: [
+        number_of(p.text, r) for p, r in zip(request.prompts, request.responses, strict=True)
+    ],
+    "missing_eos_penalty": 0.25,
+    "repetition_penalty": 0.5,
+    "length_reward": 0.5,
+    "max_gen_len": 8,
+    "overlong_buffer": 5,
+    "thinking_reward": 1.0,
+}
+RESPONSES = [
+    GOOD,
+    "b " * 30,
+    GOOD.replace("2", "3"),
+    "</think>c",
+    f"a</think>{'b' * 40}",
+    "<answer>4</answer> d",
+    "e",
+]
+
+
+@pytest.mark.parametrize("kind", ["rewards", "reasoning", "normalised", "judge"])
+def test_each_response_of_a_batch_is_scored_as_if_it_were_alone(kind):
+    """Part by part: with its own prompt, answer, record, length and end, and the scores of its own block."""
+    reward = (Judge if kind == "judge" else Reward)(**ROWS, reasoning=kind == "reasoning")
+    if kind == "normalised":
+        reward.normalize_reward = True
+        reward.running = {name: RunningStats(4, 0.5, 9.0) for name in ("m", "n", "server")}
+    rows = range(len(RESPONSES))
+    whole = tiny.request_of(
+        [f"p {n}" for n in rows],
+        RESPONSES,
+        answers=[f"{n}" for n in rows],
+        finished=[n != 1 for n in rows],
+        records=[{"tag": f"t {n}"} for n in rows],
+        lengths=[2 + n for n in rows],
+        texts=[f"text {n}" + "</think>" * (n == 4) for n in rows],
+    )
+    raw = reward.raw_scores(whole)
+    parts = reward.combine(raw)
+    for name, x in {**raw.parts, **parts}.items():
+        assert not x.equal(x.flip(0)), f"{name}: rows that change places would not be noticed"
+    assert raw.blocks["m"].isfinite().sum() == (3 if kind == "reasoning" else 0)
+    for n in rows:
+        own = [[x[n]] for x in (whole.prompts, whole.responses, whole.finished, whole.lengths)]
+        alone = reward.raw_scores(Request(*own))
+        pairs = (raw.parts, alone.parts), (raw.blocks, alone.blocks), (parts, reward.combine(alone))
+        for found, wanted in pairs:
+            found = {name: x[n].item() for name, x in found.items()}
+            assert found == {
+                name: pytest.approx(x.item(), abs=1e-6, nan_ok=True) for name, x in wanted.items()
+            }
+        assert [raw.steps[n]] == alone.steps
 
 
 def test_a_score_is_at_its_limit_where_the_clip_holds_it():
