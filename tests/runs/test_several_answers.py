@@ -7,7 +7,7 @@ from test_invariants import ALONE
 from test_loss_options import RUNS, files  # noqa: F401  (a fixture)
 
 from trainer import train_ppo
-from trainer.collect import raw_scores
+from trainer.collect import noise_of_step, raw_scores, respond, sampling_from
 from trainer.generation.stops import response_texts
 from trainer.options.filter_groups import rows_of_equal_groups, scores_to_compare
 from trainer.rewards.combine import RawScores, Reward
@@ -22,8 +22,8 @@ def test_rows_of_equal_groups():
 def test_the_first_batchs_scores_are_compared_as_they_are_before_they_are_normalised():
     """Without a mean and standard deviation the clip would make 5 and 9 equal."""
     reward = Reward(reasoning=False, normalize_reward=True)
-    raw = RawScores({"server": torch.tensor([5.0, 9.0, 5.0])})
-    assert scores_to_compare(reward, raw).tolist() == [5, 9, 5]
+    raw = RawScores({"server": torch.tensor([5.0, 9.0, 6.0])})
+    assert scores_to_compare(reward, raw).tolist() == [5, 9, 6]
     learned = reward.combine(raw, ALONE)["score"]
     assert scores_to_compare(reward, raw).equal(learned)
     plain = Reward(reasoning=False, function=len)
@@ -65,6 +65,9 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
         batch = batches[times]
         assert batch.seconds.keys() == {"rollout", "reward"}
         assert response_texts(batch.rollout, run.tokenizer) == batch.texts
+        tokens = zip(batch.rollout.tokens.tolist(), batch.rollout.layout.prompt_len, strict=True)
+        wanted = [prompt.prompt_ids for prompt in asked for _ in range(4)]
+        assert [ids[:count] for ids, count in tokens] == [p.prompt_ids for p in batch.prompts] == wanted
         fresh = raw_scores(run, run.reward, batch)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
@@ -74,6 +77,11 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
     again = rows_of_equal_groups(batches[0].scores["score"], 4)
     assert 0 < len(again) < 32
     assert batches[1].again == len(again)
+    noise = noise_of_step(run.args, 0, [run.positions[row] for row in again], times=1)  # of their places
+    with sampling_from(run, run.old_actor):
+        new = respond(run, [batches[0].prompts[row] for row in again], noise, run.args.temperature)
+    answers = batches[1].rollout.responses()
+    assert [answers[row] for row in again] == new.rollout.responses()
     left = len(rows_of_equal_groups(batches[1].scores["score"], 4))
     assert 0 < left < len(again) or model
     assert batches[9].again >= len(again) + left
