@@ -31,11 +31,13 @@ class Prompts(list):
 
 
 def evaluated(monkeypatch, prompts, sampled, greedy, reasoning=False):
-    """What ``evaluate`` finds where these are the responses to the prompts, without a model."""
+    """What ``evaluate`` finds where these are the responses to the prompts, without a model. sampled: a text
+    or, for each of the prompts, as many texts."""
+    several = [said if isinstance(said, list) else [said] for said in sampled]
 
-    def answer(run, asked, temperature, answers):
-        said = {0.7: sampled, 0.0: greedy}[temperature]
-        texts = [said[prompt.index] for prompt in asked]
+    def answer(run, asked, temperature, count):
+        said = {0.7: several, 0.0: [[text] for text in greedy]}[temperature]
+        texts = [said[prompt.index][place % count] for place, prompt in enumerate(asked)]
         lengths = torch.tensor([len(text) for text in texts])
         parts = {"score": lengths / 10}
         if reasoning:
@@ -45,7 +47,7 @@ def evaluated(monkeypatch, prompts, sampled, greedy, reasoning=False):
 
     monkeypatch.setattr(evaluation, "answer", answer)
     monkeypatch.setattr(evaluation, "sampling_from", lambda run, model: nullcontext())
-    args = SimpleNamespace(temperature=0.7, reasoning=reasoning, num_generations=1)
+    args = SimpleNamespace(temperature=0.7, reasoning=reasoning, num_generations=len(several[0]))
     return evaluate(SimpleNamespace(args=args, world=ALONE, actor=None), prompts)[0]
 
 
@@ -56,6 +58,13 @@ def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate(monkeyp
     assert found["eval/format_rate"] == pytest.approx(2 / 3)
     assert found["eval/format"] == pytest.approx(1 / 3)
     assert found["eval/accuracy_greedy"] == found["eval/format_rate_greedy"] == 1
+
+
+def test_a_prompt_is_solved_where_one_of_its_own_answers_is_right(monkeypatch):
+    sampled = [["1", "1"], ["x", "y"], ["x", "3"]]
+    found = evaluated(monkeypatch, Prompts(["1", "2", "3"]), sampled, ["x", "2", "3"])
+    assert found["eval/pass@2"] == found["eval/accuracy_greedy"] == pytest.approx(2 / 3)
+    assert found["eval/accuracy"] == 0.5
 
 
 def test_accuracy_is_of_the_answers_that_a_response_can_equal(monkeypatch):
@@ -162,6 +171,13 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
     assert [row["place"] for row in shown] == list(range(8))
     assert [row["response"] for row in shown] == responses[""][: 8 * answers : answers]
     assert [row["greedy"]["response"] for row in shown] == responses["_greedy"][:8]
+    for n, row in enumerate(shown):  # each with what is known of it
+        assert row["answer"] == records[n]["answer"]
+        for kept, said in ((row, ids[""][n * answers]), (row["greedy"], ids["_greedy"][n])):
+            text = kept["response"]
+            assert kept["prompt"] == records[n]["prompt"]
+            assert kept["parts"]["function"] == pytest.approx(text.split().count("a") - 0.1 * len(text))
+            assert (kept["length"], kept["finished"]) == (len(said), said[-1] == 0)
     for kind, texts in responses.items():
         each = len(texts) // 13
         right = [text == records[i // each]["answer"] for i, text in enumerate(texts)]
