@@ -82,6 +82,7 @@ NEGATIONS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)  # their s
 NAMES = {"min": "max", "minimum": "maximum", "amin": "amax", "argmin": "argmax", "any": "all"}
 NAMES |= {"zeros": "ones", "zeros_like": "ones_like", "new_zeros": "new_ones", "floor": "ceil"}
 NAMES |= {wrong: right for right, wrong in NAMES.items()}
+NAMES |= {"repeat_interleave": "repeat"}
 # Arguments that no test of one process on a CPU can miss, and safeguards.
 LEFT_ALONE = ("device", "non_blocking", "pin_memory", "strict", "stacklevel", "use_cache", "attention_mask")
 LEFT_ALONE += ("in_step",)
@@ -171,6 +172,8 @@ def wrong_expressions(node, modules):
                     yield changed(node, keywords=[*without(keywords, place), keyword])
                 elif keyword.arg not in LEFT_ALONE:
                     yield changed(node, keywords=without(keywords, place))
+            if name_of(function) == "zip" and not isinstance(args[-1], ast.Starred):
+                yield changed(node, args=[*args[:-1], backwards(args[-1])])
             for place, x in enumerate(args):
                 if isinstance(x, ast.Tuple) and len(x.elts) == 2:
                     turned = changed(x, elts=x.elts[::-1])
@@ -179,6 +182,12 @@ def wrong_expressions(node, modules):
             yield changed(node, generators=[changed(one, ifs=one.ifs[1:]), *rest])
         case ast.DictComp(generators=[one, *rest]) | ast.SetComp(generators=[one, *rest]) if one.ifs:
             yield changed(node, generators=[changed(one, ifs=one.ifs[1:]), *rest])
+
+
+def backwards(rows):
+    """-> [*rows][::-1]: each meets what belongs to another one."""
+    rows = ast.List([ast.Starred(rows, ast.Load())], ast.Load())
+    return ast.Subscript(rows, ast.Slice(step=ast.UnaryOp(ast.USub(), ast.Constant(1))), ast.Load())
 
 
 def is_negation(test):

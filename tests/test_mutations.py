@@ -14,6 +14,7 @@ def f(x: int = 2, *, flag: bool = True) -> int:
     y = x
     y = np.min(y, key=-x)
     y += x.sum(1)
+    z = zip(x), zip(*x), x.repeat_interleave(2)
     return [a for a in y if a is None], g(a, b), h((0, a))
 def describe():
     return 1 + 2
@@ -34,6 +35,10 @@ pass  # y += x.sum(1)
 y -= x.sum(1)
 y += x.sum()
 y += x.sum(2)
+z = (zip([*x][::-1]), zip(*x), x.repeat_interleave(2))
+z = (zip(x), zip(*x), x.repeat(2))
+z = (zip(x), zip(*x), x.repeat_interleave())
+z = (zip(x), zip(*x), x.repeat_interleave(3))
 return ([a for a in y], g(a, b), h((0, a)))
 return ([a for a in y if a is not None], g(a, b), h((0, a)))
 return ([a for a in y if a is None], g(b, a), h((0, a)))
