@@ -61,10 +61,11 @@ def quick(monkeypatch):
 
 
 def ask(url, count=3, timeout=10.0):
-    """The server's scores of ``count`` responses: a, a a, a a a, …"""
+    """The server's scores of ``count`` responses: a, a a, a a a, … to b 1, b 2, b 3, …"""
     responses = [" ".join("a" * n) for n in range(1, count + 1)]
-    texts = ["user b </s> assistant "] * count  # the prompts as the policy reads them
-    asked = request_of(["b"] * count, responses, ["c"] + [None] * (count - 1), texts=texts)
+    prompts = [f"b {n}" for n in range(1, count + 1)]
+    texts = [f"user {prompt} </s> assistant " for prompt in prompts]  # as the policy reads them
+    asked = request_of(prompts, responses, ["c"] + [None] * (count - 1), texts=texts)
     return RewardServer(url, timeout)(asked)
 
 
@@ -72,10 +73,12 @@ def test_what_is_sent_is_what_openrlhf_sends_and_large_batches_go_in_pieces(monk
     with server() as (url, requests):
         assert ask(url) == [0.5, 1.0, 1.5]
     (request,) = requests
-    assert request["prompts"] == ["user b </s> assistant "] * 3  # as the policy reads it
-    assert request["query"] == [f"user b </s> assistant {a}" for a in ("a", "a a", "a a a")]
+    said = {"b 1": "a", "b 2": "a a", "b 3": "a a a"}
+    assert request["prompts"] == [f"user {b} </s> assistant " for b in said]  # as the policy reads them
+    assert request["query"] == [f"user {b} </s> assistant {a}" for b, a in said.items()]
     assert request["labels"] == ["c", None, None]
-    assert request["messages"] == ["b"] * 3
+    assert request["messages"] == list(said)
+    assert request["responses"] == list(said.values())
     monkeypatch.setattr(reward_server, "BATCH", 4)
     with server() as (url, requests):
         assert ask(url, count=10) == [n / 2 for n in range(1, 11)]
