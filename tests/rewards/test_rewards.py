@@ -107,7 +107,7 @@ def number_of(*texts):
 def steps_of(prompts, responses, answers, tag):
     """Of every second response in steps"""
     scores = map(number_of, prompts, responses, answers, tag)
-    return [[(n, x)] if n % 2 else x for x, n in zip(scores, map(len, responses), strict=True)]
+    return [[(None, x), (n // 2, 1.0)] if n % 2 else x for x, n in zip(scores, map(len, responses), strict=True)]
 
 
 ROWS = {
