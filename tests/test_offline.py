@@ -52,7 +52,7 @@ def test_without_an_evaluation_there_is_no_sampler(files):
     assert not run.reward.names and not run.best.metric
     assert not any(parts.get("sampler") for parts in run.plan.phases.values()) and not run.plan.cache
     batch, items = one_batch(run)
-    assert batch.texts == [item.response for item in items]
+    assert batch.texts == [item.response for item in items] and batch.prompts == items
     metrics, _ = train_ppo.learn(run, 0, batch)
     assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
     assert metrics["perf/reward_seconds"] == 0 < metrics["perf/rollout_seconds"]
