@@ -106,8 +106,8 @@ def number_of(*texts):
 
 def steps_of(prompts, responses, answers, tag):
     """Of every second response in steps"""
-    scores = map(number_of, prompts, responses, answers, tag)
-    return [[(None, x), (n // 2, 1.0)] if n % 2 else x for x, n in zip(scores, map(len, responses), strict=True)]
+    rows = zip(map(number_of, prompts, responses, answers, tag), map(len, responses), strict=True)
+    return [[(None, x), (n // 2, 1.0)] if n % 2 else x for x, n in rows]
 
 
 ROWS = {
