@@ -83,7 +83,11 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
     },
 }
 
-# {file: [(right, wrong, test file)]}: what a referee broke once without any test noticing.
+SEVERAL = "tests/runs/test_several_answers.py"
+EVALUATION = "tests/test_evaluation.py"
+ALONE = "tests/rewards/test_rewards.py::test_each_response_of_a_batch_is_scored_as_if_it_were_alone"
+# {file: [(right, wrong, test file)]}: what a referee broke once without any test noticing, such as rows that
+# changed places.
 HAND_WRITTEN = {
     "trainer/compute/scoring.py": [
         (
@@ -106,7 +110,31 @@ HAND_WRITTEN = {
             "rules.answer_text(text) if self.reasoning else None",
             "rules.answer_text(text)",
             "tests/rewards/test_rewards.py",
+        ),
+        ("[rows] = scores[count:]", "[rows] = scores[count:].flip(0)", ALONE),
+        ("asked.append((prompt, block))", "asked.append((asked[0][0], block))", ALONE),
+    ],
+    "trainer/rewards/reward_function.py": [
+        ("zip(given, responses, strict=True), 1", "zip(given, responses[::-1], strict=True), 1", ALONE)
+    ],
+    "trainer/rewards/reward_server.py": [
+        (
+            "[prompt.text for prompt in prompts]",
+            "[prompt.text for prompt in prompts[::-1]]",
+            "tests/rewards/test_reward_server.py",
         )
+    ],
+    "trainer/options/filter_groups.py": [
+        ("batch.prompts[row] for row in rows", "batch.prompts[row] for row in rows[::-1]", SEVERAL),
+        ("run.positions[row] for row in rows", "run.positions[row] for row in rows[::-1]", SEVERAL),
+        ('return scores["score"] if', 'return scores["score"].flip(0) if', SEVERAL),
+    ],
+    "trainer/options/offline.py": [
+        ("return Batch(answers,", "return Batch(answers[::-1],", "tests/test_offline.py")
+    ],
+    "trainer/evaluation.py": [
+        ("(places, prompts, answers,", "(places, prompts[::-1], answers,", EVALUATION),
+        ("right[i : i + count]", "right[i // count :: len(right) // count]", EVALUATION),
     ],
     "trainer/rewards/rules.py": [("len(response.strip())", "len(response)", "tests/rewards/test_rules.py")],
     "trainer/value_scale.py": [(', "last")', ")", "tests/test_value_scale.py")],
