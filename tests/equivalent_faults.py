@@ -151,7 +151,15 @@ HAND_WRITTEN = {
         )
     ],
     "trainer/generation/sampling.py": [
-        ("(sums, target, right=True)", "(sums, target)", "tests/generation/test_sampling.py")
+        ("(sums, target, right=True)", "(sums, target)", "tests/generation/test_sampling.py"),
+        ("uint64)[:, None], np", "uint64)[::-1, None], np", "tests/generation/test_sampling.py"),
+    ],
+    "trainer/generation/stops.py": [
+        (
+            "mine = places[chunk]",
+            "mine = places[: chunk.stop - chunk.start]",
+            "tests/generation/test_stops.py::test_ids_are_forbidden_in_the_first_tokens_of_each_response",
+        )
     ],
     "trainer/compute/precision.py": [
         ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py")

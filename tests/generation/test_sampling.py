@@ -53,6 +53,8 @@ def test_the_noise_in_plain_integers():
     bits = [mix(((state ^ mix(token)) * 3 + 0xD1B54A32D192ED03) % WORD) >> 32 for token in tokens]
     assert uniform(keys, 3).tolist() == [[x / 2**32 for x in bits]]
     assert noise_keys(-1, 2, [3]).equal(noise_keys(-1, 2, [3], 0))
+    several = noise_keys(-1, 2, [5, 4, 3], 4)
+    assert several[2] == keys and uniform(several, 3)[2:].equal(uniform(keys, 3))  # whatever stands beside
 
 
 VOCABULARIES = [1, 63, 64, 65, 300, 5000, 9001, 300, 65]

@@ -12,6 +12,7 @@ from tiny_tokenizers import TOKENIZERS, byte_level, ids_of
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trainer import train_ppo
+from trainer.compute.batching import Layout
 from trainer.endings import load_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys, uniform
@@ -163,6 +164,18 @@ def test_whatever_ends_a_response_nothing_else_changes(model, wanted, slots, dev
     assert seen[0][1] > seen[1][1] and all(0 < finished < 16 for _, finished in seen)
     assert bool(sampler.graphs.captured) == (device == "GPU")
     assert [bool(EarlyEnds(least, (0,))) for least in (0, 1, 2)] == [False, False, True]
+
+
+def test_ids_are_forbidden_in_the_first_tokens_of_each_response():
+    """Of responses with 4, 1 and 3 tokens. Rows behind the last token are padding, and stay."""
+    layout = Layout.of_responses([2, 1, 3], [4, 1, 3])
+    forbid_ = EarlyEnds(3, (1,)).of(layout)
+    for size in (3, 9, 20):
+        logits = torch.zeros(9, 3)
+        for start in range(0, 9, size):
+            forbid_(logits[start : start + size], slice(start, start + size))
+        early = [1, 1, 0, 0, 1, 1, 1, 0, 0]
+        assert logits.isneginf().tolist() == [[False, bool(row), False] for row in early]
 
 
 def test_in_half_precision_and_greedy_too(model):
