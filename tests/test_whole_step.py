@@ -62,7 +62,7 @@ CASES = {
         "steps 1"
     ),
     "KL in the reward, early stop": options(
-        "kl_in reward target_kl 0.02 replay_batches 2 kl_target 0.5 kl_horizon 20 batch_size 12 "
+        "kl_in reward target_kl 0.02 replay_batches 2 kl_target 0.2 kl_horizon 20 batch_size 12 "
         "grad_clip 1.8 cliprange_value 0.2"
     ),
     "experts": options("kl_in loss experts 1 grad_clip 2.8 ptx_coef 0.5 ppo_epochs 1 batch_size 8"),
