@@ -96,7 +96,8 @@ ONE_NUMBER = """
     rollout/sampler_gap       0.11   -       1  sampler_apart       wrong
     rollout/importance_weight 2.1    1.9     1  sampler_apart       wrong
     rollout/importance_weight 0.49   0.51    1  sampler_apart       wrong
-    rollout/importance_ess    0.29   0.31    1  sampler_apart       wrong
+    rollout/importance_ess    0.29   -       1  sampler_apart       wrong
+    rollout/importance_ess    0.89   0.91    1  sampler_apart       look
     policy/skipped_steps      0.25   0       3  updates_skipped     wrong
     policy/early_stop         0.5    0.4     3  early_stop_starves  look
     value/explained_variance  -0.11  -0.09   5  critic_useless      look
@@ -158,6 +159,9 @@ CASES = [
     ([{"policy/first_ratio": 1.06}], {"dtype": "bfloat16"}, {"first_ratio": ("wrong", 1)}),
     ([{"policy/first_ratio": 0.94}], {"dtype": "bfloat16"}, {"first_ratio": ("wrong", 1)}),
     ([{"policy/first_ratio": 1.5}], {"update_old_actor_freq": 4}, {}),
+    # a real model in bf16 rounds to 0.04: SmolLM2-135M
+    ([{"rollout/sampler_gap": 0.059}], {"dtype": "bfloat16"}, {}),
+    ([{"rollout/sampler_gap": 0.061}], {"dtype": "bfloat16"}, {"sampler_apart": ("look", 1)}),
     # how many responses end
     (ended(0, 0, 0), {}, {"few_end": ("wrong", 1)}),
     (ended(0, 0), {}, {}),
