@@ -142,8 +142,9 @@ def kept_update(state: State, start: State, dtype: torch.dtype) -> tuple[float, 
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for name in _floating(state):
-        pieces = [x.flatten().split(PIECE) for x in (state[name], start.get(name, torch.empty(0)))]
-        for now, before in zip(*pieces, strict=False):
+        if name not in start:
+            continue
+        for now, before in zip(*(x[name].flatten().split(PIECE) for x in (state, start)), strict=True):
             learned = now.double() - before.double()
             rounded = now.to(dtype).double() - before.double()
             sums += torch.stack([learned @ learned, rounded @ rounded, learned @ rounded])
