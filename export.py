@@ -20,7 +20,12 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     p.group("export")
     add("source", str, "a .pth, or a directory or hub name")
     add("target", str, "a new directory, or else a new .pth")
-    add("--dtype", str, "default: that of the source", choices=["float16", "bfloat16", "float32"])
+    add(
+        "--dtype",
+        str,
+        "default: 16 bits if nothing is lost, else float32",
+        choices=["float16", "bfloat16", "float32"],
+    )
     add("--tokenizer", "", "directory or hub name; default: beside the model")
     add("--trust_remote_code", bool, "run code that a model brings along")
     args = p.parse_args(argv)
@@ -98,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     check_tokenizer(tokenizer, model)
     target = Path(args.target)
     state = whole_state(model)
-    # In fp32 a model does not show its file's dtype, so that is the first one in which nothing is lost.
+    # A .pth of a run gets its own dtype back: the first one in which nothing is lost.
     exact = (x for x in (torch.float16, torch.bfloat16) if not rounding_error(state, x))
     dtype = getattr(torch, args.dtype) if args.dtype else next(exact, torch.float32)
     name = name_of(dtype)

@@ -125,7 +125,7 @@ def test_it_is_said_at_first_and_when_it_changes_of_each_file():
 # ------------------------------------------------------------------------------------------------ whole runs
 
 SMALL = {"device": "cpu", "dtype": "float32", "run_name": "r", "eval_interval": 0, "log_interval": 1000}
-PPO = {"batch_size": 8, "mini_batch_size": 8, "max_gen_len": 8, "missing_eos_penalty": 1, "advantage": "rloo"}
+PPO = {"batch_size": 8, "mini_batch_size": 8, "max_gen_len": 8, "advantage": "rloo"}
 PPO |= {"num_generations": 2, "max_steps": 1}
 
 
@@ -139,7 +139,7 @@ def test_at_a_small_rate_the_demos_result_keeps_the_update(tmp_path, capsys):
     prompts = read_jsonl(DEMO / "dataset/demo/ppo.jsonl")[:20]
     more = {"model": DEMO / "model/demo/policy", "reward_model": DEMO / "model/demo/reward", "reasoning": 1}
     more |= {"data_path": write_jsonl(tmp_path / "few.jsonl", prompts), "out_dir": tmp_path}
-    argv = flags(**SMALL, **PPO, **more, learning_rate=1e-7, ema_beta=0.5)
+    argv = flags(**SMALL, **PPO, **more, learning_rate=1e-7, ema_beta=0.5, missing_eos_penalty=1)
     train_ppo.main(argv)
     files = path, average = tmp_path / "ppo_actor_128.pth", tmp_path / "r/ema.pth"
     written = [file.read_bytes() for file in files]
@@ -188,24 +188,20 @@ def test_at_a_usual_rate_it_is_in_fp16(files, lora_r, tmp_path, capsys):
         assert not layers[0].equal(layers[1].float())
 
 
-STAGES = {  # {case: (script, rate, the result, more flags)}
-    "sft from random weights": (train_sft, 1e-6, "full_sft_128", {}),
-    "sft": (
-        train_sft,
-        1e-7,
-        "full_sft_128",
-        {"model": "model/demo/policy", "data_path": "dataset/demo/sft.jsonl"},
-    ),
-    "reward": (train_reward, 1e-7, "reward_128", {}),
+STAGES = {  # {case: (script, rate, the result, its records, the model)}
+    "sft from random weights": (train_sft, 1e-6, "full_sft_128", "sft", ""),
+    "sft": (train_sft, 1e-7, "full_sft_128", "sft", DEMO / "model/demo/policy"),
+    "reward": (train_reward, 1e-7, "reward_128", "preferences", DEMO / "model/demo/policy"),
 }
 
 
 @pytest.mark.parametrize("kind", STAGES)
 def test_the_stages_results_keep_the_update_too(kind, tmp_path, capsys):
     """Stage 2: the new head has no start; it does not hide what the others lose."""
-    script, rate, name, more = STAGES[kind]
-    more = {key: DEMO / value for key, value in more.items()}
-    sizes = {"batch_size": 4, "max_steps": 1, "learning_rate": rate, "out_dir": tmp_path}
+    script, rate, name, records, model = STAGES[kind]
+    few = write_jsonl(tmp_path / "few.jsonl", read_jsonl(DEMO / f"dataset/demo/{records}.jsonl")[:20])
+    more = {"model": model, "data_path": few, "learning_rate": rate, "out_dir": tmp_path}
+    sizes = {"batch_size": 4, "max_steps": 1, "eval_size": 0}
     script.main(flags(**SMALL, **sizes, **more))
     trained = load_weights(tmp_path / "r", 1, "model")
     folder = tmp_path / name
