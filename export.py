@@ -20,7 +20,12 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     p.group("export")
     add("source", str, "a .pth, or a directory or hub name")
     add("target", str, "a new directory, or else a new .pth")
-    add("--dtype", "float16", "type of the weights", choices=["float16", "bfloat16", "float32"])
+    add(
+        "--dtype",
+        str,
+        "default: 16 bits if nothing is lost, else float32",
+        choices=["float16", "bfloat16", "float32"],
+    )
     add("--tokenizer", "", "directory or hub name; default: beside the model")
     add("--trust_remote_code", bool, "run code that a model brings along")
     args = p.parse_args(argv)
@@ -43,11 +48,11 @@ from dataset.chat_template import SYSTEM_PROMPT, TEMPLATE_KWARGS
 from dataset.formats import add_system, to_messages
 from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, quiet, tokenizer_source
 from model.model_minimind import MiniMindConfig
-from model.saving import save_directory, save_policy
+from model.saving import name_of, rounding_error, save_directory, save_policy, whole_state
 
 
-def card(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: Flags) -> str:
-    """The model card: facts about the model, and how to use it."""
+def card(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: Flags, dtype: str) -> str:
+    """The model card: facts about the model, and how to use it. dtype: of the written weights."""
     name = Path(args.target).absolute().name
     # AutoTokenizer would read some of these wrongly: see ``load_tokenizer`` in model/loading.py.
     reader = "PreTrainedTokenizerFast" if type(tokenizer) is PreTrainedTokenizerFast else "AutoTokenizer"
@@ -72,7 +77,7 @@ pipeline_tag: text-generation
 |---|---|
 | architecture | `{type(model).__name__}` |
 | parameters | {model.num_parameters():,} |
-| weights | {args.dtype} |
+| weights | {dtype} |
 | vocabulary | {len(tokenizer):,} tokens |
 
 ## Use
@@ -97,10 +102,15 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.source), args.trust_remote_code)
     check_tokenizer(tokenizer, model)
     target = Path(args.target)
-    dtype = getattr(torch, args.dtype)
+    state = whole_state(model)
+    # A .pth of a run gets its own dtype back: the first one in which nothing is lost.
+    exact = (x for x in (torch.float16, torch.bfloat16) if not rounding_error(state, x))
+    dtype = getattr(torch, args.dtype) if args.dtype else next(exact, torch.float32)
+    name = name_of(dtype)
+    error = rounding_error(state, dtype)
     with quiet():
         if args.target.endswith(".pth"):
-            save_policy(model, tokenizer, target, dtype)
+            save_policy(model, tokenizer, target, dtype, state)
         else:
             if isinstance(model.config, MiniMindConfig):
                 raise InputError(
@@ -109,10 +119,13 @@ def main(argv: list[str] | None = None) -> None:
                 )
             model.generation_config.eos_token_id = eos_ids(tokenizer, model)
             model.generation_config.pad_token_id = tokenizer.pad_token_id
-            save_directory(model, tokenizer, target, dtype)
+            save_directory(model, tokenizer, target, dtype, state)
             with writing(args.target):
-                write_whole(target / "README.md", card(model, tokenizer, args))
-    print(f"{args.target}: {type(model).__name__}, {model.num_parameters():,} parameters in {args.dtype}")
+                write_whole(target / "README.md", card(model, tokenizer, args, name))
+    lost = (
+        f"; rounding has moved them by {error:.1e} of their norm, as much as a short run may" if error else ""
+    )
+    print(f"{args.target}: {type(model).__name__}, {model.num_parameters():,} parameters in {name}{lost}")
 
 
 if __name__ == "__main__":

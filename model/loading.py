@@ -78,11 +78,14 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     return tokenizer
 
 
-def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal language model of a ``.pth``, a directory or a hub name: fp32, on the CPU, in eval mode.
+def load_policy(
+    path: str | Path, trust_remote_code: bool = False, dtype: torch.dtype | str = torch.float32
+) -> PreTrainedModel:
+    """The causal language model of a ``.pth``, a directory or a hub name, on the CPU, in eval mode.
 
-    Raises ``InputError`` if the file or folder is missing or unreadable, is not a causal language model, or
-    has weights that do not fit its architecture exactly.
+    dtype: of ``load_pretrained``; a ``.pth`` is always loaded in fp32. Raises ``InputError`` if the file or
+    folder is missing or unreadable, is not a causal language model, or has weights that do not fit its
+    architecture exactly.
     """
     if str(path).endswith(".pth"):
         return _load_pth(Path(path), trust_remote_code)
@@ -94,7 +97,7 @@ def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrained
             raise InputError("it is a classifier or reward model, not a causal language model")
         if getattr(config, "quantization_config", None):
             raise InputError("its weights are quantized; take the model that it was made from")
-        model = load_pretrained(AutoModelForCausalLM, path, trust_remote_code, config)
+        model = load_pretrained(AutoModelForCausalLM, path, trust_remote_code, config, dtype)
     if not model.all_tied_weights_keys:  # the files have a head of its own, whatever the config says
         model.config.tie_word_embeddings = False
     return model

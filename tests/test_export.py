@@ -162,3 +162,22 @@ def test_the_real_command_line(demo, tmp_path, capsys):
     assert err.startswith(f"error: {tmp_path / 'new'}: is there")
     demo.unlink()
     refused("ppo_actor_128: is there", run, DEMO, demo)
+
+
+def test_without_dtype_nothing_is_lost_and_what_another_loses_is_said(tmp_path, capsys):
+    """These weights have more digits than bf16, and one of them is too small for fp16."""
+    model = load_policy(DEMO)
+    model.model.norm.weight.data[0] = 2.0**-30
+    for p in model.parameters():
+        p.data = (1 + 2.0**-20) * p.data.bfloat16().float()
+    save_policy(model, load_tokenizer(DEMO), tmp_path / "float32.pth", torch.float32)
+    for name in ("float32", "bfloat16", "float16"):
+        run(tmp_path / "float32.pth", tmp_path / f"{name}_folder", "--dtype", name)
+        said = capsys.readouterr().out
+        lost = "" if name == "float32" else "; rounding has moved them by 9.5e-07 of their norm, as much as"
+        assert f" parameters in {name}{lost}" in said and said.count("\n") == 1
+        assert ("; rounding" in said) == (name != "float32")
+        run(tmp_path / f"{name}_folder", tmp_path / f"{name}_again.pth")
+        assert f" parameters in {name}\n" in capsys.readouterr().out
+        state = torch.load(tmp_path / f"{name}_again.pth", weights_only=True)
+        assert {x.dtype for x in state.values()} == {getattr(torch, name)}

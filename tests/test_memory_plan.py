@@ -234,7 +234,11 @@ def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(9_000_000))  # the same weights once more: not loaded
     (tmp_path / "config.json").write_text(config)
     (tmp_path / "a.pth").write_bytes(bytes(2_000_000))
-    for path, needed in ((tmp_path, 12 * 2_000_000 // number), (tmp_path / "a.pth", 6_000_000)):
+    (tmp_path / "b.pth").write_bytes(bytes(2_000_000))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.json").write_text(config)
+    wanted = {tmp_path: 12 * 2_000_000 // number, tmp_path / "a.pth": 6_000_000}
+    for path, needed in (wanted | {tmp_path / "b.pth": wanted[tmp_path]}).items():
         monkeypatch.setattr(plans, "free_memory", lambda device, needed=needed: needed)
         check_loading(path)
         monkeypatch.setattr(plans, "free_memory", lambda device, needed=needed: needed - 1)

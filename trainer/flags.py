@@ -252,6 +252,8 @@ def add_output_flags(p: FlagParser, interval: int) -> None:
     add("--resume", path, "auto, or a run or checkpoint folder")
     add("--log_interval", 0, "steps per printed line; 0: 100 lines or more", may_change=True, at_most=inf)
     add("--save_interval", interval, "steps per checkpoint", at_least=1, may_change=True, at_most=inf)
+    kept = "of the result; auto: float16 where that keeps what was learned, else float32"
+    add("--save_dtype", "auto", kept, choices=DTYPES, may_change=True)
     add("--keep_checkpoints", 2, "how many of the newest are kept", at_least=1, may_change=True, at_most=inf)
     add("--eval_interval", interval, "steps; 0: only at the ends", may_change=True, at_most=inf)
     choices = ["none", *trackers.TRACKERS]

@@ -124,7 +124,7 @@ def conclude_step(run: Run, logger: Logger, metrics: dict[str, float], rows: Row
     gc.collect()  # see ``collected_between_steps``
     with run.world.all_or_none():
         logger.log(run.progress.step, metrics, rows)
-    run.keep_best(metrics)
+    run.keep_best(metrics, logger)
 
 
 def save(run: Run, logger: Logger) -> None:
@@ -138,7 +138,7 @@ def save(run: Run, logger: Logger) -> None:
         checkpoints.save(run)
     with run.world.all_or_none():
         logger.keep_choice("saved", True)
-        run.save_result()
+        run.save_result(logger)
     run.saved_step = step
 
 

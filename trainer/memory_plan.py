@@ -220,7 +220,7 @@ def check_loading(path: str) -> None:
     """
     folder = Path(path)
     files = [folder] if folder.is_file() else folder.glob("*.safetensors")
-    settings = folder / "config.json"
+    settings = (folder.with_suffix("") if folder.is_file() else folder) / "config.json"
     half = settings.is_file() and b'float16"' in settings.read_bytes()
     needs = LOADING * sum(file.stat().st_size for file in files) // (2 if half else 4)
     free = free_memory(torch.device("cpu"))

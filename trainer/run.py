@@ -28,11 +28,11 @@ from dataset.data_order import local_positions
 from dataset.lm_dataset import LoggedPairs, RLAIFDataset
 from errors import InputError
 from model.critic import CriticModel
-from model.loading import embeddings, is_moe
+from model.loading import embeddings, is_moe, load_policy
 from model.lora import add_adapters, frozen_copy, trained
 from model.lora import describe as describe_adapters
-from model.saving import save_policy
-from model.weights import sharded_and_whole, short_hash, weights_hash
+from model.saving import SaveDtype, save_policy, whole_state
+from model.weights import sharded_and_whole, short_hash
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, keep_exact, round_frozen, set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
@@ -78,6 +78,8 @@ class PpoRun(Run):
         self.world = world
         self.args = args = args.completed()
         self.actor, self.tokenizer, self.data, self.held_out, room, notes = load_inputs(args, world)
+        read = partial(load_policy, args.model, args.trust_remote_code)
+        self.save_dtype = SaveDtype(args.save_dtype, f"--model {args.model}", read, self.actor)
         hidden_size = self.actor.config.hidden_size
         self.result_path = minimind_pth(args.out_dir, "ppo_actor", hidden_size, is_moe(self.actor))
         self.outputs = [self.result_path, self.result_path.with_suffix("")]
@@ -366,7 +368,7 @@ class PpoRun(Run):
         and tokens of its prompts, the code of its reward function; {"data_path <field>": a hash of the field
         of the records, which that function reads}. Call it before frozen weights are rounded."""
         found = {
-            "model": short_hash([weights_hash(self.ref), self.endings.eos]),
+            "model": short_hash([self.save_dtype.start_hash, self.endings.eos]),
             "tokenizer": short_hash(sorted(self.tokenizer.get_vocab().items())),
             "offline_data_path" if self.args.offline_data_path else "data_path": self.data.fingerprint,
         }
@@ -382,24 +384,28 @@ class PpoRun(Run):
 
     # --------------------------------------------------------------------------------- what is saved
 
-    def save_result(self) -> None:
+    def save_result(self, logger: Any) -> None:
         """Write the actor as a ``.pth`` and the folder beside it, and its average into the run folder."""
-        self.save_actor(self.result_path)
+        self.save_actor(self.result_path, logger)
         if self.ema.batches:
             with self.ema.in_place():
-                self.save_actor(self.folder / AVERAGE)
+                self.save_actor(self.folder / AVERAGE, logger)
 
-    def save_actor(self, path: Path) -> None:
+    def save_actor(self, path: Path, logger: Any) -> None:
         """Write the actor as ``path`` and the folder beside it. All processes call it: of a sharded actor
         each has a part."""
-        save_policy(self.actor, self.tokenizer, path, write=self.world.is_main)
+        main = self.world.is_main
+        state = whole_state(self.actor, keep=main)
+        if main:
+            dtype = self.save_dtype.choose(path, state, logger.say)
+            save_policy(self.actor, self.tokenizer, path, dtype, state)
 
-    def keep_best(self, metrics: dict[str, float]) -> None:
+    def keep_best(self, metrics: dict[str, float], logger: Any) -> None:
         """If a step's evaluation is the best so far, write the actor's weights into the run folder.
 
         All processes must call it, after the step was logged and before its checkpoint. Raises InputError
-        where the disk is full or a weight is not finite in fp16; then a resumed run evaluates this step
-        again.
+        where the disk is full or a weight is not finite in --save_dtype; then a resumed run evaluates this
+        step again.
         """
         better = self.best.beaten_by(metrics, self.progress.step)
         if not better:
@@ -407,7 +413,7 @@ class PpoRun(Run):
         # The weights before the first step are those of --model.
         with self.world.all_or_none():
             if better.step:
-                self.save_actor(self.folder / WEIGHTS)
+                self.save_actor(self.folder / WEIGHTS, logger)
             if self.world.is_main:
                 write_best(self.folder, better)
         self.best = better
@@ -423,12 +429,14 @@ class PpoRun(Run):
         return self.best.describe(WEIGHTS, self.progress.step)
 
     def results(self) -> str:
-        words = ""
-        if best := self.best.describe(self.folder / WEIGHTS, self.progress.step):
-            words = f"best     {best}\n"
-        words += f"average  {self.folder / AVERAGE} (--ema_beta)\n" if self.ema.batches else ""
-        talk = self.command("chat.py", "--model", self.result_path)
-        return f"model    {self.result_path}\n{words}talk     {talk}"
+        note = self.save_dtype.note
+        best = self.folder / WEIGHTS
+        average = self.folder / AVERAGE
+        words = f"model    {self.result_path}\n{note(self.result_path)}"
+        if described := self.best.describe(best, self.progress.step):
+            words += f"best     {described}\n{note(best)}"
+        words += f"average  {average} (--ema_beta)\n{note(average)}" if self.ema.batches else ""
+        return f"{words}talk     {self.command('chat.py', '--model', self.result_path)}"
 
 
 def critic_start(

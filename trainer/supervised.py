@@ -27,6 +27,7 @@ from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.loading import load_policy, most_positions
 from model.lora import trained
+from model.saving import SaveDtype
 from model.weights import short_hash, weights_hash
 from trainer.compute.batching import tokens_per_pass
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
@@ -72,6 +73,8 @@ class SupervisedRun(Run):
         self.loss_scale = LossScale(self.dtype)
         self.states = {"loss_scale": self.loss_scale}
         policy = self.load_policy()
+        source = f"--model {args.model}" if args.model else f"--seed {args.seed}"
+        self.save_dtype = SaveDtype(args.save_dtype, source, self.load_policy, policy)
         check_policy(args, policy, self.tokenizer)
         self.data, self.held_out = self.split_records()
         self.model = self.start_from(policy)
@@ -109,9 +112,9 @@ class SupervisedRun(Run):
         self.learners = {"model": learner}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
 
-    def load_policy(self) -> PreTrainedModel:
+    def load_policy(self, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
         """The language model that the run starts from."""
-        return load_policy(self.args.model, self.args.trust_remote_code)
+        return load_policy(self.args.model, self.args.trust_remote_code, dtype)
 
     def load_records(self, path: str) -> RecordDataset:
         """A file of what is learned from."""

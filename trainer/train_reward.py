@@ -17,6 +17,7 @@ and ``train_ppo.py --reward_model`` takes. Stopping, resuming and faults: docs/r
 
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -54,7 +55,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from dataset.lm_dataset import PreferenceDataset
 from model.loading import is_moe
-from model.saving import save_directory
+from model.saving import save_directory, whole_state
 from model.weights import make_score_heads
 from trainer.compute.batching import send
 from trainer.inputs import DEMO
@@ -179,9 +180,13 @@ class RewardRun(SupervisedRun):
         correlation = (means["product"] - score * means["y"]) / spread if spread > 1e-12 else 0.0
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
 
-    def save_result(self) -> None:
+    def save_result(self, logger: Any) -> None:
         if self.world.is_main:
-            save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.zero.mean)
+            state = whole_state(self.model)
+            dtype = self.save_dtype.choose(self.hf_dir, state, logger.say)
+            save_directory(
+                self.model, self.tokenizer, self.hf_dir, dtype, state, reward_offset=self.zero.mean
+            )
 
     def results(self) -> str:
         """Where the result is, and the command for PPO. The result's tokenizer has what the flags have made
@@ -201,7 +206,7 @@ class RewardRun(SupervisedRun):
             full_path(args.data_path),
             *key,
         )
-        text = f"model    {self.hf_dir}\nuse      {use}\n"
+        text = f"model    {self.hf_dir}\n{self.save_dtype.note(self.hf_dir)}use      {use}\n"
         text += "         (with the prompts of this file; --data_path names others)"
         if self.held_out:
             text += f"\ncentred  {self.zero.mean:.3f} subtracted, the mean score of the held-out answers"

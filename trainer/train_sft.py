@@ -11,7 +11,7 @@ on held-out records (``--eval_data_path``, or the last ``--eval_size`` of the fi
     python trainer/train_sft.py --model PATH --data_path mine.jsonl   # a model you have
     torchrun --nproc_per_node 2 trainer/train_sft.py …                # two GPUs or processes
 
-It writes ``<out_dir>/full_sft_<hidden_size>.pth`` (fp16), from which ``train_ppo.py --hidden_size …
+It writes ``<out_dir>/full_sft_<hidden_size>.pth``, from which ``train_ppo.py --hidden_size …
 --reasoning 0`` starts, and the same model as a Hugging Face directory. The loop is in
 loop.py. Stopping, resuming and faults: docs/reliability.md.
 """
@@ -19,6 +19,7 @@ loop.py. Stopping, resuming and faults: docs/reliability.md.
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -63,7 +64,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dataset.lm_dataset import SFTDataset
 from model.loading import check_ends, is_moe
 from model.model_minimind import MiniMindConfig, plain_config
-from model.saving import save_directory, save_policy
+from model.saving import save_directory, save_policy, whole_state
 from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.loop import build_and_train
 from trainer.runs import displays
@@ -89,13 +90,12 @@ class SftRun(SupervisedRun):
     rate = "sft"
     records = SFTDataset
 
-    def load_policy(self) -> PreTrainedModel:
+    def load_policy(self, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
         """--model, or a Llama with random weights and MiniMind 2's shape: 8 heads, 2 key-value heads, tied
         embeddings. Raises InputError if --hidden_size is not a multiple of 16."""
         args = self.args
         if args.model:
-            return super().load_policy()
-        torch.manual_seed(args.seed)
+            return super().load_policy(dtype)
         hidden_size = args.hidden_size or HIDDEN_SIZE
         minimind = MiniMindConfig(
             vocab_size=len(self.tokenizer),
@@ -106,7 +106,9 @@ class SftRun(SupervisedRun):
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        return AutoModelForCausalLM.from_config(plain_config(minimind)).eval()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(args.seed)
+            return AutoModelForCausalLM.from_config(plain_config(minimind)).eval()
 
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         args = self.args
@@ -140,14 +142,17 @@ class SftRun(SupervisedRun):
     def summarise(self, means: Means) -> Means:
         return means | {"eval/perplexity": math.exp(min(means["eval/loss"], 700.0))}
 
-    def save_result(self) -> None:
+    def save_result(self, logger: Any) -> None:
         if self.world.is_main:
-            save_policy(self.model, self.tokenizer, self.result_path)
-            save_directory(self.model, self.tokenizer, self.hf_dir)
+            state = whole_state(self.model)
+            dtype = self.save_dtype.choose(self.result_path, state, logger.say)
+            save_policy(self.model, self.tokenizer, self.result_path, dtype, state)
+            save_directory(self.model, self.tokenizer, self.hf_dir, dtype, state)
 
     def results(self) -> str:
         talk = self.command("chat.py", "--model", self.result_path)
-        return f"model    {self.result_path}\n         {self.hf_dir}\ntalk     {talk}"
+        note = self.save_dtype.note(self.result_path)
+        return f"model    {self.result_path}\n         {self.hf_dir}\n{note}talk     {talk}"
 
 
 def main(argv: list[str] | None = None) -> None:

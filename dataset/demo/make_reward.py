@@ -87,10 +87,10 @@ class DemoRun(train_reward.RewardRun):
     def keep_scores(self, head: torch.nn.Module, given: tuple, output: Tensor) -> None:
         self.kept_scores = output
 
-    def save_result(self) -> None:
+    def save_result(self, logger: Any) -> None:
         """Without the head that predicts tokens."""
         del self.model.language_head
-        super().save_result()
+        super().save_result(logger)
         self.model.language_head = self.language_head
 
     def places(self, items: Sequence[tuple]) -> list[int]:

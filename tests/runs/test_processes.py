@@ -16,6 +16,7 @@ from tiny import finish, flags, launch_torchrun, launch_two, read_jsonl
 from transformers import AutoTokenizer
 
 from errors import InputError
+from model.loading import load_policy
 from model.weights import PIECE
 from trainer import train_ppo
 from trainer.runs import distributed
@@ -63,8 +64,14 @@ def run_in(files, tmp_path_factory):
         argv = argv_of(files, out, processes, shard=shard)
         if processes == 1:
             train_ppo.main(argv)
-        for process in tiny.launch_all([*argv, "--ddp"], processes) if processes > 1 else ():
-            assert "FutureWarning" not in finish(process)[1]
+        launched = tiny.launch_all([*argv, "--ddp"], processes) if processes > 1 else ()
+        said = [finish(process) for process in launched]
+        assert not any("FutureWarning" in errors for _, errors in said)
+        if said:  # of whole weights, which one of them measures and writes
+            words = (
+                "saved    ppo_actor_32.pth in float16 (--save_dtype auto): in float16 the update has cosine "
+            )
+            assert [words in text for text, _ in said] == [True] + [False] * (processes - 1)
         return out / "r"
 
     return folder
@@ -101,7 +108,10 @@ def test_processes_of_batch_n_equal_one_of_a_batch_as_large_as_theirs(run_in, pr
     assert [x["step"] for x in best] == [STEPS, STEPS]
     assert best[0]["value"] == pytest.approx(best[1]["value"], rel=1e-4)
     for run in runs:
-        assert (run / "best.pth").read_bytes() == (run.parent / "ppo_actor_32.pth").read_bytes()
+        result = run.parent / "ppo_actor_32.pth"
+        assert (run / "best.pth").read_bytes() == result.read_bytes()
+        saved = torch.load(result, weights_only=True)
+        assert all(x.half().equal(saved[name]) for name, x in tiny.load_weights(run, STEPS).items())
     left, right = (read_jsonl(run / "samples.jsonl") for run in runs)
     assert len(left) == 4 * STEPS  # of the longest there may be several
     for a, b in zip(left, right, strict=True):
@@ -139,7 +149,13 @@ def test_resuming_with_other_processes(files, run_in, tmp_path, was, now, capsys
     assert steps_in(tmp_path / "r") == list(range(STEPS + 1))
 
 
-ADAPTERS = {"lora_r": 3, "learning_rate": 1e-2, "gradient_checkpointing": 1, "ppo_epochs": 1}
+ADAPTERS = {
+    "lora_r": 3,
+    "learning_rate": 1e-2,
+    "save_dtype": "float32",
+    "gradient_checkpointing": 1,
+    "ppo_epochs": 1,
+}
 KINDS = {"sharded adapters": ADAPTERS | {"shard": 1}, "adapters": ADAPTERS}
 KINDS |= {family: {"shard": 1} for family in ("Qwen3-MoE", "MiniMind 3 MoE", "Llama, tied")}
 KINDS["MiniMind 3 MoE"]["kl_coef"] = 0  # a reference that nothing asks is not cut either
@@ -159,6 +175,9 @@ def test_two_processes_with_experts_tied_weights_and_adapters_equal_one(files, t
     one, two = (tmp_path / name / "r" for name in ("one", "two"))
     same_weights(one, two, 3, BOTH)
     same_metrics(one, two, {*SAME.split()}, abs=1e-3)
+    (name,) = (path.name for path in one.parent.glob("ppo_actor_32*.pth"))
+    left, right = (load_policy(run.parent / name).state_dict() for run in (one, two))
+    assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)
 
 
 DRIFT = """from trainer.runs.distributed import World

@@ -10,7 +10,7 @@ linear layers of frozen models                   ``--dtype`` (``round_frozen``; 
 frozen weights that ``--dtype`` holds exactly    ``--dtype`` (``keep_exact``)
 reward models until then                         ``--reward_dtype`` (rewards/reward_models.py)
 value heads, score heads                         fp32, never TF32 (``ScoreHead`` in model/weights.py)
-the result, ppo_actor_*.pth                      fp16
+the result, ppo_actor_*.pth                      ``--save_dtype``: fp16 where nothing is lost, else fp32
 """
 
 import os

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedTokenizerBase
 
 from dataset.lm_dataset import RecordDataset
+from model.saving import SaveDtype
 from trainer.compute.precision import LossScale
 from trainer.compute.sharding import InStep
 from trainer.runs.displays import Display
@@ -107,6 +108,7 @@ class Run(ABC):
     result_path: Path
     outputs: list[Path]  # files and folders that the result replaces
     saved_step: int = 0  # after which the weights of the newest checkpoint and of the result are
+    save_dtype: SaveDtype
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -152,7 +154,7 @@ class Run(ABC):
     def restore_best(self, logger: Any) -> None:
         """After a checkpoint was loaded: take over the best evaluation so far."""
 
-    def keep_best(self, metrics: dict[str, float]) -> None:
+    def keep_best(self, metrics: dict[str, float], logger: Any) -> None:
         """After a step was logged: keep its weights if its evaluation is the best so far."""
 
     def best_note(self) -> str:
@@ -160,7 +162,7 @@ class Run(ABC):
         return ""
 
     @abstractmethod
-    def save_result(self) -> None:
+    def save_result(self, logger: Any) -> None:
         """Write the files that users load. All processes call it, and the main one writes."""
 
     def command(self, script: str, *words: str | Path) -> str:
