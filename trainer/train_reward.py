@@ -15,6 +15,8 @@ It writes ``<out_dir>/reward_<hidden_size>/``, which AutoModelForSequenceClassif
 and ``train_ppo.py --reward_model`` takes. Stopping, resuming and faults: docs/reliability.md.
 """
 
+import math
+import os
 import sys
 from pathlib import Path
 
@@ -79,6 +81,9 @@ def parse_args(argv: list[str] | None) -> Flags:
     return args
 
 
+LOOKED_AT = 256  # pairs whose answers are measured for --max_gen_len
+KL_COEF = 0.2  # suited a reward model of human preferences (docs/learning.md)
+
 # --------------------------------------------------------------------------------------- the model, the loss
 
 
@@ -101,6 +106,16 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     reward.base_model.load_state_dict(policy.base_model.state_dict(), strict=True)
     make_score_heads(reward)
     return reward.eval()
+
+
+def answer_room(pairs: PreferenceDataset) -> int:
+    """--max_gen_len for answers as long as most of these pairs': a multiple of 32 tokens for 19 of 20 of the
+    first pairs. An answer is what follows the tokens that both sides of a pair begin with."""
+    lengths = []
+    for chosen, rejected, _ in (pairs[i] for i in range(min(len(pairs), LOOKED_AT))):
+        shared = len(os.path.commonprefix([chosen, rejected]))
+        lengths.append(max(len(chosen), len(rejected)) - shared)
+    return 32 * math.ceil(sorted(lengths)[(len(lengths) - 1) * 19 // 20] / 32)
 
 
 # ------------------------------------------------------------------------------------------------- the runs
@@ -191,18 +206,19 @@ class RewardRun(SupervisedRun):
         key = ["--prompt_key", args.prompt_key] if args.prompt_key else []
         use = self.command(
             "trainer/train_ppo.py",
-            "--model",
-            full_path(args.model),
-            "--tokenizer",
-            result,
-            "--reward_model",
-            result,
-            "--data_path",
-            full_path(args.data_path),
+            *("--model", full_path(args.model)),
+            *("--tokenizer", result),
+            *("--reward_model", result),
+            *("--data_path", full_path(args.data_path)),
             *key,
+            *("--max_seq_len", str(args.max_seq_len)),
+            *(() if self.rated else ("--max_gen_len", str(answer_room(self.data)))),
+            *("--kl_coef", str(KL_COEF)),
+            *("--out_dir", args.out_dir),
         )
+        length = "; add --max_gen_len, the longest answer" if self.rated else ", and answers as long as its"
         text = f"model    {self.hf_dir}\nuse      {use}\n"
-        text += "         (with the prompts of this file; --data_path names others)"
+        text += f"         (with the prompts of this file{length}; --data_path names others)"
         if self.held_out:
             text += f"\ncentred  {self.zero.mean:.3f} subtracted, the mean score of the held-out answers"
         return text
