@@ -218,7 +218,7 @@ def BROKEN(f):
         "nothing left": (
             "a reward function that knows only right and wrong forms",
             fn("tagged", reasoning=0, max_steps=64, batch_size=16, mini_batch_size=4),
-            ("advantages_gone",),
+            ("advantages_gone", "all_solved"),
         ),
         "losses not finite": (
             "the program: every fourth loss of the actor is NaN",

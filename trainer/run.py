@@ -366,7 +366,7 @@ class PpoRun(Run):
         """The parts of the reward that get the records' answers, or other fields of theirs; "" for none. What
         they make of them, nobody knows."""
         reward = self.reward
-        answered = not self.args.offline_data_path and self.data.answers  # type: ignore[union-attr]
+        answered = not self.args.offline_data_path and self.data.answers
         parts = []
         if reward.function and (answered or fields_read(reward.function, self.data.columns)):
             parts.append("function")

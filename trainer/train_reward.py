@@ -16,8 +16,8 @@ and ``train_ppo.py --reward_model`` takes. Stopping, resuming and faults: docs/r
 """
 
 import math
-import os
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +54,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from dataset.lm_dataset import PreferenceDataset
+from dataset.lm_dataset import PreferenceDataset, RecordDataset
 from model.loading import is_moe
 from model.saving import save_directory
 from model.weights import make_score_heads
@@ -108,13 +108,14 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     return reward.eval()
 
 
-def answer_room(pairs: PreferenceDataset) -> int:
+def answer_room(pairs: RecordDataset) -> int:
     """--max_gen_len for answers as long as most of these pairs': a multiple of 32 tokens for 19 of 20 of the
     first pairs. An answer is what follows the tokens that both sides of a pair begin with."""
     lengths = []
-    for chosen, rejected, _ in (pairs[i] for i in range(min(len(pairs), LOOKED_AT))):
-        shared = len(os.path.commonprefix([chosen, rejected]))
-        lengths.append(max(len(chosen), len(rejected)) - shared)
+    for i in range(min(len(pairs), LOOKED_AT)):
+        chosen, rejected, _ = pairs[i]
+        shared = takewhile(lambda ids: ids[0] == ids[1], zip(chosen, rejected, strict=False))
+        lengths.append(max(len(chosen), len(rejected)) - len(list(shared)))
     return 32 * math.ceil(sorted(lengths)[(len(lengths) - 1) * 19 // 20] / 32)
 
 

@@ -69,7 +69,7 @@ class Past:
         self.steps: defaultdict[str, list[int]] = defaultdict(list)
         self.responses = self.known("batch_size") * self.known("processes")  # of a step; 0: not known
         self.enough = min(WINDOW, math.ceil(ENOUGH / (self.responses or ENOUGH)))  # steps to see ``ENOUGH``
-        self.alike = 0  # newest steps in a row in which all scores were equal, but for the penalty of cut ones
+        self.alike = 0  # steps in a row, up to the newest, in which all scores were equal
 
     def add(self, record: Known) -> None:
         """Take in a line of metrics.jsonl."""
@@ -215,7 +215,7 @@ class Past:
 
         "cut"      none has ended in the whole run
         "wrong"    none has earned anything in the whole run, and no held-out answer was right
-        "solved"   all held-out answers are right, or 64 responses have the best score so far, which rose to it
+        "solved"   all held-out answers are right, or 64 responses have the best score so far, which has risen
         "same"     the reward is the same for each in the whole run, whatever they are
         """
         values = self.values
@@ -228,7 +228,7 @@ class Past:
             now = values[score][-1]
             risen = now >= max(before) and now > before[0] and self.alike >= 3 and count >= ENOUGH
             return "solved" if risen and (not tested or tested[-1] >= max(tested[0], TINY)) else ""
-        written = [x for name in ("function", "server") for x in values[f"reward/{name}"]]  # the user's rewards
+        written = values["reward/function"] + values["reward/server"]  # the user's own rewards
         if written and self._none("rollout/finished"):
             return "cut"
         if count < 2 * FEW:
