@@ -375,7 +375,8 @@ def test_the_two_stages_before_take_them_as_well(tmp_path, capsys):
     path = tiny.write_jsonl(tmp_path / "named.jsonl", [*records, long])
     common = SIZES | {"data_path": path, "model": model, "device": "cpu", "eval_interval": 0}
     common |= {"out_dir": tmp_path, "prompt_key": "q.x"}
-    dropped = " (1 of 9 read dropped, longer than --max_seq_len 32; --max_seq_len 43 keeps them)\n"
+    limit = "--max_seq_len 32; --max_seq_len 46 keeps them"  # user a b </s> assistant, 40 words, </s>
+    dropped = f" (1 of 9 read dropped, longer than {limit})\n"
     train_sft.main(tiny.flags(**common, answer_key="good", eval_size=4))
     said = capsys.readouterr().out
     assert said.count("tools are ignored") == 1

@@ -302,10 +302,12 @@ def test_the_sentences_on_equal_scores_have_the_numbers_of_the_run():
     assert cut.numbers == ["rollout/finished 0.00", "reward/score -1", "--max_gen_len 64"]
     assert cut.remedy.startswith("--max_gen_len 256, or a reward that pays a part")
     same = findings([PAID], ANSWERS, **SMALL)["scores_alike"]
-    assert same.numbers == ["reward/score 0.7", "different responses 0.98"]
+    assert same.numbers == ["0.7 for each, before --missing_eos_penalty", "different responses 0.98"]
+    half = findings([HALF_CUT | {"reward/score": 0.2}], FACTS, **SMALL)["scores_alike"]
+    assert half.numbers[0] == same.numbers[0]  # 0.2 is 0.7 without the penalty of 1, which a half paid
     assert "two different answers" in same.remedy
     solved = findings([*RISING, *[BEST] * 4], ANSWERS, **SMALL)["all_solved"]
-    assert solved.numbers == ["reward/score 1 for each of 64"]
+    assert solved.numbers == ["1 for each of 64, before --missing_eos_penalty"]
 
 
 def test_advantages_that_are_gone_have_no_number_that_is_not_known():

@@ -176,6 +176,8 @@ class Past:
             "all_same": why == "same",
             "not_all_cut": why != "cut",
             "scores_differ": not why,
+            "same_score": (values[score] or [math.nan])[-1]
+            + self.known("missing_eos_penalty") * (1 - self._ended()),
             "odd": ", ".join(odd.values()),
             "odd_usual": " ".join(f"--{name} {self.usual[name][2]:g}" for name in odd),
             "responses": self.responses,
@@ -205,9 +207,13 @@ class Past:
     def _are_alike(self) -> bool:
         """Whether all scores of the newest step were equal, but for --missing_eos_penalty, which a share of
         the responses paid: by itself it has the variance penalty^2 * share * (1 - share)."""
-        ended = (self.values["rollout/finished"] or [1.0])[-1]
+        ended = self._ended()
         paid = self.known("missing_eos_penalty") ** 2 * ended * (1 - ended)
         return abs(self.values["reward/score_std"][-1] ** 2 - paid) < ALIKE + 1e-5 * paid
+
+    def _ended(self) -> float:
+        """The share of the newest step's responses that have ended."""
+        return (self.values["rollout/finished"] or [1.0])[-1]
 
     def _why_alike(self, score: str) -> str:
         """Why the responses of the newest steps all have the same ``score``; "" where they do not, or where
