@@ -307,7 +307,8 @@ def test_the_sentences_on_equal_scores_have_the_numbers_of_the_run():
     assert half.numbers[0] == same.numbers[0]  # 0.2 is 0.7 without the penalty of 1, which a half paid
     assert "two different answers" in same.remedy
     solved = findings([*RISING, *[BEST] * 4], ANSWERS, **SMALL)["all_solved"]
-    assert solved.numbers == ["1 for each of 64, before --missing_eos_penalty"]
+    assert solved.symptom.startswith("all of 64 responses in a row got the same score, the best so far")
+    assert solved.numbers == ["1 for each, before --missing_eos_penalty"]
 
 
 def test_advantages_that_are_gone_have_no_number_that_is_not_known():

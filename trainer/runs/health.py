@@ -217,12 +217,9 @@ class Past:
 
     def _why_alike(self, score: str) -> str:
         """Why the responses of the newest steps all have the same ``score``; "" where they do not, or where
-        it can be chance, or the end of something else:
-
-        "cut"      none has ended in the whole run
-        "wrong"    none has earned anything in the whole run, and no held-out answer was right
-        "solved"   all held-out answers are right, or 64 responses have the best score so far, which has risen
-        "same"     the reward is the same for each in the whole run, whatever they are
+        it can be chance. In the whole run none has ended ("cut"), none has earned anything and no held-out
+        answer was right ("wrong"), or the reward gives each the same, whatever it is ("same"). Or all
+        held-out answers are right, or the score has risen, and 64 responses have the best so far ("solved").
         """
         values = self.values
         count = self.alike * self.responses
