@@ -518,7 +518,7 @@ value/clip_fraction 0.5 critic_is_held cliprange_value=0.1
     | --cliprange_value 0.5 --critic_learning_rate 0.000166667
 value/explained_variance -1 critic_useless lam=1
     | --critic_learning_rate 0.000166667, or a longer --critic_warmup_steps
-policy/ratio 1 small_batch batch_size=4 | --batch_size 8, and more if a step may take longer
+policy/ratio 1 small_batch batch_size=4 | --batch_size 16, or more if a step may take longer
 policy/early_stop 1 early_stop_starves target_kl=0.05 | --learning_rate 0.000166667
 policy/early_stop 1 early_stop_starves target_kl=0.000001 | --target_kl 0.02 --learning_rate 0.000166667
 kl/k1 2 kl_far kl_coef=1 | --learning_rate 0.000166667 --kl_coef 3

@@ -230,7 +230,9 @@ class Past:
         if before:
             now = values[score][-1]
             risen = now >= max(before) and now > before[0] and self.alike >= 3 and count >= ENOUGH
-            return "solved" if risen and (not tested or tested[-1] >= max(tested[0], TINY)) else ""
+            if tested and (not tested[-1] or self.change("eval/accuracy", tested[0], tested[-1]) < -1):
+                return ""
+            return "solved" if risen else ""
         written = values["reward/function"] + values["reward/server"]  # the user's own rewards
         if written and self._none("rollout/finished"):
             return "cut"
@@ -264,10 +266,9 @@ class Past:
         elif not spreads:
             steps = values[name.replace("eval/", "reward/")] or values[name.replace("eval/", "train/")]
             spreads = [spread_of_steps(steps[:WINDOW]) * math.sqrt(self.responses)]
-        spread = max(spreads)
-        if not spread and one != other:  # no step has shown it, and the evaluations have some
-            return math.nan
-        return CLEAR * spread * math.sqrt(2 / count)
+            if not any(spreads) and one != other:  # no step has shown it, and the evaluations have some
+                return math.nan
+        return CLEAR * max(spreads) * math.sqrt(2 / count)
 
     def change(self, name: str, one: float, other: float) -> float:
         """How far the second of two evaluations is above the first, in least differences: beyond 1 and -1 it
