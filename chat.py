@@ -27,7 +27,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     add("--trust_remote_code", bool, "run code that a model brings along")
     p.group("answers")
     add("--prompt", str, "answer this and exit")
-    add("--system_prompt", str, "system message; default: the one of its training; '': none")
+    add("--system_prompt", str, "system message; default: the one of its training; '': not that")
     add("--chat_template_kwargs", str, "JSON: the template's switches; default: its training's")
     add("--history", 0, "turns that it reads again; 0: each prompt is new")
     add("--max_gen_len", 512, "longest answer in tokens", at_least=1)

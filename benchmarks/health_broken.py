@@ -23,6 +23,8 @@ SHORTER = {
         "coarse reward",
         "no EOS",
         "constant",
+        "too hard",
+        "all cut",
         "thousands",
         "30 PPO epochs",
         "clip 0.001",
@@ -111,6 +113,21 @@ def BROKEN(f):
             ("groups_alike",),
         ),
         "constant": ("a reward function: always 1", fn("constant", reasoning=0), ("scores_alike",)),
+        "too hard": (
+            "a reward function: right answers, which no response has",
+            fn("right", reasoning=0, data_path=f["hard"], eval_data_path=f["hard"]),
+            ("all_wrong",),
+        ),
+        "learned early": (
+            "a reward function: 1 for an answer block",
+            fn("blocks", reasoning=0),
+            ("all_solved",),
+        ),
+        "all cut": (
+            "a reward function: right answers; --max_gen_len 4",
+            fn("right", reasoning=0, max_gen_len=4),
+            ("all_cut",),
+        ),
         "thousands": ("a reward function times 1000", fn("thousands"), ("kl_weighs_nothing",)),
         "wrong answers": ("a reward function that pays for wrong answers", fn("wrong"), ("held_out_falls",)),
         "repetition": (
@@ -218,7 +235,7 @@ def BROKEN(f):
         "nothing left": (
             "a reward function that knows only right and wrong forms",
             fn("tagged", reasoning=0, max_steps=64, batch_size=16, mini_batch_size=4),
-            ("advantages_gone",),
+            ("advantages_gone", "all_solved"),
         ),
         "losses not finite": (
             "the program: every fourth loss of the actor is NaN",

@@ -53,6 +53,9 @@ def seven(prompts, responses, answers):
 def seldom(prompts, responses, answers):
     return [float(found(r) == "17") for r in responses]
 
+def blocks(prompts, responses, answers):
+    return [float("<answer>" in r) for r in responses]
+
 def tagged(prompts, responses, answers):
     form = r"<think>.*</think>.*<answer>.*</answer>\\s*"
     return [float(bool(re.fullmatch(form, r, re.S))) for r in responses]
@@ -103,6 +106,9 @@ def make_files(folder):
     (folder / "held_out.jsonl").write_text("\n".join(held_out) + "\n", encoding="utf-8")
     prompts = (ROOT / "dataset" / "demo" / "ppo.jsonl").read_text(encoding="utf-8").splitlines()
     (folder / "few.jsonl").write_text("\n".join(prompts[:16]) + "\n", encoding="utf-8")
+    hard = [json.loads(line) for line in prompts[:256]]  # no response has their answers
+    hard = [json.dumps(record | {"answer": str(10**6 + int(record["answer"]))}) for record in hard]
+    (folder / "hard.jsonl").write_text("\n".join(hard) + "\n", encoding="utf-8")
     files = {path.stem: str(path) for path in folder.glob("*.jsonl")}
     files["rewards"] = str(folder / "rewards.py")
     files["flags"] = {"eval_data_path": files["held_out"]}

@@ -313,14 +313,30 @@ def conversation_ids(tokenizer: PreTrainedTokenizerBase, conversations: list[Ans
 def set_system_prompt(tokenizer: PreTrainedTokenizerBase, text: str | None) -> str:
     """Give the tokenizer a system message, to be saved with it -> the message, '' if there is none.
 
-    text: the message; '' for none; None for the one that the tokenizer was saved with. Raises InputError for
-    a tokenizer without a chat template.
+    text: the message; '' for none, so that the template's own stays (``own_system``); None for the one that
+    the tokenizer was saved with. Raises InputError for a tokenizer without a chat template.
     """
     text = tokenizer.init_kwargs.get(SYSTEM_PROMPT, "") if text is None else text
     if text and tokenizer.chat_template is None:
         raise InputError("--system_prompt: the tokenizer has no chat template; add --prompt_template")
     tokenizer.init_kwargs[SYSTEM_PROMPT] = text
     return text
+
+
+def own_system(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The system text that the chat template writes by itself, in the place of a message that is not there;
+    "" for none, and for templates that take no system message."""
+    if tokenizer.chat_template is None:
+        return ""
+    question = to_messages("question")
+    alone = render(tokenizer, question)
+    try:
+        given = render(tokenizer, [{"role": "system", "content": MARK}, *question])
+    except InputError:
+        return ""
+    before, _, after = given.partition(MARK)
+    own = alone.removeprefix(before).removesuffix(after)
+    return own.strip() if alone == before + own + after else ""
 
 
 def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, text: str | None) -> str | None:

@@ -79,12 +79,14 @@ class RecordDataset(Dataset[Item], ABC):
         self._places = range(n) if whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
         digest = hashlib.sha256(f"{n}".encode())
         fitting = {}  # {number of an item: its length}
+        self.needed = 0  # tokens of the longest one read
         with phase(f"tokens of {self.path}", len(self._places), "records") as bar:
             for i in self._places:
                 item = self.make(i)
                 self.note_item(item)
                 digest.update(json.dumps(item, default=_hashed).encode())
                 length = self.length(item)
+                self.needed = max(self.needed, length)
                 if length <= self.max_length:
                     fitting[i] = length
                 bar.update()
@@ -154,10 +156,13 @@ class RecordDataset(Dataset[Item], ABC):
         return {field: digest.hexdigest()[:12] for field, digest in digests.items()}
 
     def describe(self) -> str:
-        """The number of items, and how many were too long, as a text."""
+        """The number of items, how many were too long, and the limit that keeps these, as a text."""
         if not self.dropped:
             return f"{len(self)}"
-        return f"{len(self)} ({self.dropped} of {self.read} read dropped, longer than {self.limits})"
+        limit = self.limits
+        if limit == RecordDataset.limits:
+            limit += f" {self.max_length}; {limit} {self.needed} keeps them"
+        return f"{len(self)} ({self.dropped} of {self.read} read dropped, longer than {limit})"
 
 
 def _hashed(prompt: "Prompt") -> Record:

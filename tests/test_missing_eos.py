@@ -1,6 +1,7 @@
 """--missing_eos_penalty where it is not given: it follows the scores, is chosen once, and is kept."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -12,6 +13,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.collect import respond, sampling_from
 from trainer.generation.sampling import noise_keys
+from trainer.options import missing_eos
 
 # Counts the letter a, and keeps the scores of each call in a file of this process.
 COUNTING = """import json, os
@@ -93,8 +95,26 @@ def test_it_follows_the_scale(unit, given, chosen, size, files, one, tmp_path, s
         chosen = float(f"{100 * spread(read_jsonl(one / 'scores_0')[0]):.2g}")  # the same answers
     assert penalty_of(tmp_path) == chosen
     assert [len(line) for line in read_jsonl(scores)] == [min(size, 64)] * (given == "") + [size]
-    said = f"penalty  {chosen:g} for a response that does not end" in capsys.readouterr().out
-    assert said == (given == "")
+    out = capsys.readouterr().out
+    assert (f"penalty  {chosen:g} for a response that does not end" in out) == (given == "")
+    if given == "":
+        (line,) = (line for line in out.splitlines() if line.startswith("penalty "))
+        why = ": all 64 scored 0, without a spread to follow, so half of a reward of 1; "
+        assert (why in line) == (unit == "0")
+        assert ("have the standard deviation" in line) == (unit != "0")
+        assert re.search(rf"; [1-9]\d* of {min(size, 64)} ended$", line)
+
+
+def test_it_says_where_none_of_the_first_responses_ends(files, tmp_path, scores, monkeypatch, capsys):
+    def cut(*given):
+        batch = respond(*given)
+        batch.rollout.finished[:] = False
+        return batch
+
+    monkeypatch.setattr(missing_eos, "respond", cut)
+    train_ppo.main(argv_of(files, tmp_path, max_steps=1))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("penalty "))
+    assert line.endswith("; none of 32 ended")
 
 
 def test_normalised_scores_are_of_one_scale_and_their_statistics_begin_with_the_first_batch(tmp_path):

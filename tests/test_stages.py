@@ -363,6 +363,12 @@ def test_the_commands_that_the_stages_print_run_as_they_stand(files, tmp_path, c
     train_reward.main(argv_of(files | {"pairs": "my pairs.jsonl"}, "reward", "out", **more, model="start"))
     python, script, *argv = said("use ")
     assert (python, script) == (tiny.PYTHON, str(tiny.ROOT / "trainer" / "train_ppo.py"))
+    given = dict(zip(argv[::2], argv[1::2], strict=True))
+    assert {name: given[f"--{name}"] for name in ("kl_coef", "max_gen_len", "out_dir")} == {
+        "kl_coef": "0.2",
+        "max_gen_len": "32",
+        "out_dir": str(tmp_path / "out"),
+    }
     small = {"batch_size": 4, "max_steps": 1, "out_dir": "ppo", "device": "cpu", "dtype": "float32"}
     train_ppo.main([*argv, *tiny.flags(**small)])
     assert json.loads(Path("ppo/run_1/config.json").read_text())["system_prompt"] == "a"

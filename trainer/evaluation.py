@@ -2,9 +2,9 @@
 
 The prompts are those of ``--eval_data_path``; without it there is no evaluation. They are answered sampled
 and greedy, with the same sampling noise every time: before training (step 0), after every ``--eval_interval``
-batches and after the last one (loop.py). Accuracy is measured against the answers in the records. It is never
-a reward, and neither is the judge (rewards/combine.py): if the score rises while they fall, the policy
-exploits the reward. docs/report.md has the files of responses.
+batches and after the last one (loop.py). Accuracy is measured against the answers in the records. The judge
+(rewards/combine.py) is never a reward, and neither is the accuracy, unless the reward gets the answers too:
+if the score rises while they fall, the policy exploits the reward. docs/report.md has the files of responses.
 """
 
 import torch

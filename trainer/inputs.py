@@ -17,7 +17,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dataset.chat_template import load_thinking, set_system_prompt, set_template, set_template_kwargs
+from dataset.chat_template import (
+    load_thinking,
+    own_system,
+    set_system_prompt,
+    set_template,
+    set_template_kwargs,
+)
 from dataset.formats import Keys
 from dataset.lm_dataset import LoggedAnswers, RecordDataset, RLAIFDataset
 from errors import InputError
@@ -284,7 +290,9 @@ def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:
 def describe_texts(args: Namespace, datasets: Iterable[RecordDataset[Any] | None]) -> list[str]:
     """Lines on how the texts of these datasets, or None, were read, for runs of all stages."""
     notes = set()
+    own = ""
     for data in filter(None, datasets):
+        own = own_system(data.tokenizer)
         if data.tools:
             notes.add(f"{data.path}: tools are ignored: turns that call one or hold its result are left out")
         if left_out := data.records.left_out:
@@ -292,6 +300,11 @@ def describe_texts(args: Namespace, datasets: Iterable[RecordDataset[Any] | None
     lines = [f"note     {note}" for note in sorted(notes)]
     if args.system_prompt:
         lines.append(f"system   {args.system_prompt}")
+    elif own:
+        lines.append(
+            f"system   the chat template's own: {' '.join(own.split())} (--system_prompt replaces it, '' "
+            "leaves it in)"
+        )
     if args.chat_template_kwargs:
         lines.append(f"template with {args.chat_template_kwargs}")
     return lines

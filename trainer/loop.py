@@ -12,6 +12,7 @@ Only the main process writes. If it cannot write, all processes end with its err
 """
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from errors import InputError
 from trainer.compute.threads import sleep_when_busy
 from trainer.flags import Flags
 from trainer.runs import checkpoints
-from trainer.runs.base import Run
+from trainer.runs.base import Run, process_seconds
 from trainer.runs.displays import Rows, StepLog
 from trainer.runs.distributed import World, init_world
 from trainer.runs.resume import RunFolder, write_config
@@ -59,7 +60,9 @@ def build_and_train(
                 save(run, logger)
             if progress.step == 0:
                 run.begin(logger)
-                metrics, rows = evaluate(run)
+            run.start_seconds = process_seconds()
+            if progress.step == 0:
+                metrics, rows = timed(evaluate, run)
                 conclude_step(run, logger, metrics, rows)
             for step in steps:
                 try:
@@ -72,11 +75,12 @@ def build_and_train(
                 done = step + 1
                 progress.step = done  # from here on: log, save and the best count it
                 last = done == run.total_steps
+                logger.show(done, metrics, rows)  # at once: an evaluation may take minutes
                 signal = stop.agreed(world)
                 end: BaseException | None = SystemExit(128 + signal) if signal and not last else None
                 if last or (args.eval_interval and done % args.eval_interval == 0):
                     try:
-                        found, shown = evaluate(run)
+                        found, shown = timed(evaluate, run)
                         metrics |= found
                         rows |= shown
                     except InputError as error:  # a reward failed: first log and save what has been learned
@@ -125,6 +129,15 @@ def conclude_step(run: Run, logger: Logger, metrics: dict[str, float], rows: Row
     with run.world.all_or_none():
         logger.log(run.progress.step, metrics, rows)
     run.keep_best(metrics, logger)
+
+
+def timed(evaluate: Callable[..., StepLog], run: Run) -> StepLog:
+    """``evaluate`` of a run, which counts its seconds."""
+    start = time.perf_counter()
+    try:
+        return evaluate(run)
+    finally:
+        run.evaluation_seconds += time.perf_counter() - start
 
 
 def save(run: Run, logger: Logger) -> None:

@@ -361,7 +361,20 @@ class PpoRun(Run):
             "without_template": ", ".join(plain) if tokenizer.chat_template else "",  # reward models
             "dtype": str(self.dtype).removeprefix("torch."),
             "suited": self.suited,  # {flag: the learning rate that suits the model's size}
+            "answers_go_to": self.answers_go_to(),
         }
+
+    def answers_go_to(self) -> str:
+        """The parts of the reward that get the records' answers, or other fields of theirs; "" for none. What
+        they make of them, nobody knows."""
+        reward = self.reward
+        answered = not self.args.offline_data_path and self.data.answers
+        parts = []
+        if reward.function and (answered or fields_read(reward.function, self.data.columns)):
+            parts.append("function")
+        if reward.server and answered:
+            parts.append("server")
+        return f"reward {' and '.join(parts)}" if parts else ""
 
     def fingerprints(self) -> dict[str, str]:
         """{flag: a hash of what it names}: the weights that the run starts from, its reward models, the texts

@@ -15,7 +15,9 @@ It writes ``<out_dir>/reward_<hidden_size>/``, which AutoModelForSequenceClassif
 and ``train_ppo.py --reward_model`` takes. Stopping, resuming and faults: docs/reliability.md.
 """
 
+import math
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from dataset.lm_dataset import PreferenceDataset
+from dataset.lm_dataset import PreferenceDataset, RecordDataset
 from model.loading import is_moe
 from model.saving import save_directory, whole_state
 from model.weights import make_score_heads
@@ -80,6 +82,9 @@ def parse_args(argv: list[str] | None) -> Flags:
     return args
 
 
+LOOKED_AT = 256  # pairs whose answers are measured for --max_gen_len
+KL_COEF = 0.2  # suited a reward model of human preferences (docs/learning.md)
+
 # --------------------------------------------------------------------------------------- the model, the loss
 
 
@@ -102,6 +107,17 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     reward.base_model.load_state_dict(policy.base_model.state_dict(), strict=True)
     make_score_heads(reward)
     return reward.eval()
+
+
+def answer_room(pairs: RecordDataset) -> int:
+    """--max_gen_len for answers as long as most of these pairs': a multiple of 32 tokens for 19 of 20 of the
+    first pairs. An answer is what follows the tokens that both sides of a pair begin with."""
+    lengths = []
+    for i in range(min(len(pairs), LOOKED_AT)):
+        chosen, rejected, _ = pairs[i]
+        shared = takewhile(lambda ids: ids[0] == ids[1], zip(chosen, rejected, strict=False))
+        lengths.append(max(len(chosen), len(rejected)) - len(list(shared)))
+    return 32 * math.ceil(sorted(lengths)[(len(lengths) - 1) * 19 // 20] / 32)
 
 
 # ------------------------------------------------------------------------------------------------- the runs
@@ -193,21 +209,22 @@ class RewardRun(SupervisedRun):
         of the model's: its chat template and system message."""
         args = self.args
         result = self.hf_dir.resolve()
-        key = ["--prompt_key", args.prompt_key] if args.prompt_key else []
-        use = self.command(
-            "trainer/train_ppo.py",
-            "--model",
-            full_path(args.model),
-            "--tokenizer",
-            result,
-            "--reward_model",
-            result,
-            "--data_path",
-            full_path(args.data_path),
-            *key,
-        )
+        flags = {
+            "model": full_path(args.model),
+            "tokenizer": result,
+            "reward_model": result,
+            "data_path": full_path(args.data_path),
+            "prompt_key": args.prompt_key,
+            "max_seq_len": args.max_seq_len,
+            "max_gen_len": "" if self.rated else answer_room(self.data),
+            "kl_coef": KL_COEF,
+            "out_dir": args.out_dir,
+        }
+        words = [str(word) for name, x in flags.items() if x for word in (f"--{name}", x)]
+        use = self.command("trainer/train_ppo.py", *words)
+        length = "; add --max_gen_len, the longest answer" if self.rated else ", and answers as long as its"
         text = f"model    {self.hf_dir}\n{self.save_dtype.note(self.hf_dir)}use      {use}\n"
-        text += "         (with the prompts of this file; --data_path names others)"
+        text += f"         (with the prompts of this file{length}; --data_path names others)"
         if self.held_out:
             text += f"\ncentred  {self.zero.mean:.3f} subtracted, the mean score of the held-out answers"
         return text

@@ -1,5 +1,6 @@
 """Datasets: what is read from a file, the order of its records, shares of processes, templates, flags."""
 
+from argparse import Namespace
 from collections import Counter
 from itertools import chain
 
@@ -8,7 +9,13 @@ import tiny
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from dataset.chat_template import conversation_ids, prompt_text, set_system_prompt, set_template
+from dataset.chat_template import (
+    conversation_ids,
+    own_system,
+    prompt_text,
+    set_system_prompt,
+    set_template,
+)
 from dataset.data_order import epoch_order, global_batch, local_positions, minibatch_rows
 from dataset.formats import Keys
 from dataset.lm_dataset import LoggedAnswers, LoggedPairs, PreferenceDataset, RLAIFDataset, SFTDataset
@@ -16,6 +23,7 @@ from trainer import train_reward, train_sft
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
+from trainer.inputs import describe_texts
 
 SYSTEM = {"role": "system", "content": "S"}
 
@@ -196,6 +204,26 @@ def test_the_system_message_comes_first_unless_there_is_one(chat, plain, jsonl):
     tiny.refused(r"--system_prompt: .*no chat template", set_system_prompt, plain, "S")
 
 
+WRITTEN = "<|im_start|>system\\nYou are\\n a model.<|im_end|>\\n"
+OWN = "{% if messages[0].role != 'system' %}{{ '" + WRITTEN + "' }}{% endif %}"
+PICKY = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+def test_the_system_text_that_a_template_writes_by_itself_is_said(chat, plain, jsonl):
+    """Not by templates that write none, write it beside the user's text, or take no system message."""
+    data = RLAIFDataset(jsonl({"prompt": "hi"}), chat, 100)
+    own = chat.chat_template
+    beside = "{{ 'user ' + (messages[0].content if messages[1:] else '') + messages[-1].content }}"
+    for template, text in ((OWN + own, "You are\n a model."), (own, ""), (PICKY + own, ""), (beside, "")):
+        chat.chat_template = template
+        assert own_system(chat) == text, template
+    assert own_system(plain) == ""
+    chat.chat_template = OWN + own
+    for given, line in (("", "system   the chat template's own: You are a model. ("), ("S", "system   S")):
+        (said,) = describe_texts(Namespace(system_prompt=given, chat_template_kwargs=None), [None, data])
+        assert said.startswith(line)
+
+
 def test_a_text_as_template(plain, jsonl, tmp_path):
     template = "\\n\\nHuman: {prompt}\\n\\nAssistant:"
     (tmp_path / "template.txt").write_text(template.replace("\\n", "\n") + "\n", "utf-8")
@@ -331,7 +359,8 @@ def test_ppo_takes_the_named_keys_and_compares_them_on_resuming(tmp_path, capsys
     tiny.train(**files, prompt_key="x.q", answer_key="gold")
     said = capsys.readouterr().out
     assert said.count(f"note     {path}: tools are ignored: turns") == 1  # though it is held out too
-    assert "\nheld out 4 (1 of 5 read dropped, longer than --max_seq_len) prompts\n" in said
+    keeps = "longer than --max_seq_len 32; --max_seq_len 43 keeps them"  # user, 40 words, </s>, assistant
+    assert f"\nheld out 4 (1 of 5 read dropped, {keeps}) prompts\n" in said
     assert tiny.read_jsonl(tmp_path / "out/r/samples.jsonl")[0]["prompt"] == "b c d"
     assert "  held out at step 1: accuracy 0.000 | greedy 0.000 | " in said
     assert "because eval/function was never above 0.000\n" in said
@@ -346,7 +375,8 @@ def test_the_two_stages_before_take_them_as_well(tmp_path, capsys):
     path = tiny.write_jsonl(tmp_path / "named.jsonl", [*records, long])
     common = SIZES | {"data_path": path, "model": model, "device": "cpu", "eval_interval": 0}
     common |= {"out_dir": tmp_path, "prompt_key": "q.x"}
-    dropped = " (1 of 9 read dropped, longer than --max_seq_len)\n"
+    limit = "--max_seq_len 32; --max_seq_len 46 keeps them"  # user a b </s> assistant, 40 words, </s>
+    dropped = f" (1 of 9 read dropped, longer than {limit})\n"
     train_sft.main(tiny.flags(**common, answer_key="good", eval_size=4))
     said = capsys.readouterr().out
     assert said.count("tools are ignored") == 1

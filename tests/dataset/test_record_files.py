@@ -172,7 +172,8 @@ def lengths(tmp_path, is_long):
 def test_what_is_too_long_is_passed_over(tmp_path, small_limits):
     data = lengths(tmp_path, lambda i: i % 3 == 0)
     assert len(data) == 40 and data.longest == 2
-    assert data.describe() == "40 (4 of 10 read dropped, longer than --max_seq_len)"
+    limit = "--max_seq_len 2; --max_seq_len 4 keeps them"
+    assert data.describe() == f"40 (4 of 10 read dropped, longer than {limit})"
     assert [data[i].index for i in (1, 2, 3, 4, 39)] == [1, 2, 4, 4, 1]  # after 39, the last, comes 0
     assert [data[i].index for i in (0, 5, 6)] == [1, 5, 7]
     assert {p.index for p in lengths(tmp_path, lambda i: i < 39)} == {39}

@@ -164,7 +164,7 @@ CASES = [
     ([{"rollout/sampler_gap": 0.061}], {"dtype": "bfloat16"}, {"sampler_apart": ("look", 1)}),
     # how many responses end
     (ended(0, 0, 0), {}, {"few_end": ("wrong", 1)}),
-    (ended(0, 0), {}, {}),
+    (ended(0), {}, {"few_end": ("look", 1)}),
     (ended(0.021, 0.021, 0.021), {}, {"few_end": ("look", 1)}),
     (ended(0.71, 0.71, 0.71), {}, {}),
     (ended(1, 1, 1, 0, 0, 0), {}, {"forgets_to_stop": ("wrong", 4)}),
@@ -172,18 +172,21 @@ CASES = [
     (ended(0, 0, 0), FREE, {}),
     (ended(1, 1, 1, 0.4, 0.4, 0.4), FREE, {"forgets_to_stop": ("wrong", 4)}),
     (ended(0.29, 0.29, 0.29, 0.05, 0.05, 0.05), FREE, {}),
-    # four responses of a step do not say how many end
-    (ended(*[0] * 7), FEW, {"small_batch": ("look", 0)}),
+    # eight responses of a step do not say how many end, unless none does
+    (ended(*[0.4] * 7), FEW, {"small_batch": ("look", 0)}),
+    (ended(0.1, *[0] * 6), FEW, {"small_batch": ("look", 0)}),
+    (ended(*[0] * 7), FEW, {"small_batch": ("look", 0), "few_end": ("look", 1)}),
+    (ended(0), FEW | {"batch_size": 3}, {"small_batch": ("look", 0)}),
     (ended(*[0] * 8), FEW, {"small_batch": ("look", 0), "few_end": ("wrong", 1)}),
     (ended(0, 0, 0), {"missing_eos_penalty": 0.0, "mask_truncated": 1}, {"few_end": ("wrong", 1)}),
     (ended(0.4, 0.4, 0.4), {"missing_eos_penalty": 0.0, "mask_truncated": 1}, {"few_end": ("look", 1)}),
     (ended(*[1] * 8, *[0.4] * 3), FEW, {"small_batch": ("look", 0), "forgets_to_stop": ("wrong", 9)}),
-    # equal scores from the start: 384 responses of a hard task, and 500; later all is learned
+    # equal scores from the start: 384 responses, and 500
     ([SAME] * 3, {}, {"scores_alike": ("look", 1)}),
     ([SAME] * 4, {}, {"scores_alike": ("wrong", 1)}),
     ([SAME] * 6, {"batch_size": 48, "processes": 2}, {"scores_alike": ("wrong", 1)}),
     ([{}, {}, {}, *[SAME] * 5], {}, {}),
-    ([SAME, SAME, {}, *[SAME] * 5], {}, {}),
+    ([SAME, SAME, {}, *[SAME] * 5], {}, {"scores_alike": ("look", 1)}),
     # the score of the untrained policy is its length
     ([LONGER] * 3, {}, {"score_follows_length": ("look", 1)}),
     ([{"rollout/score_length_corr": -0.7}] * 3, {}, {"score_follows_length": ("look", 1)}),
@@ -223,6 +226,113 @@ CASES = [
 @pytest.mark.parametrize(("changes", "args", "found"), CASES)
 def test_what_steps_show_together_is_found(changes, args, found):
     assert found_in(changes, **args) == found
+
+
+ANSWERS = FACTS | {"answers_go_to": "reward function"}
+ZERO = SAME | {"reward/function": 0.0, "reward/score": 0.0, "policy/advantage_std": 0.0}
+CUT = ZERO | {"rollout/finished": 0.0, "reward/score": -1.0}
+HALF_CUT = ZERO | {
+    "rollout/finished": 0.5,
+    "reward/score": -0.5,
+    "reward/score_std": 0.5,
+}  # of a penalty of 1
+PAID = ZERO | {"reward/function": 0.7, "reward/score": 0.7}
+BEST = {"reward/score_std": 0.0, "reward/score": 1.0, "reward/function": 1.0}
+RISING = [{"reward/score": 0.25 * n, "reward/function": 0.25 * n} for n in range(4)]
+SMALL = {"batch_size": 16}
+
+# Scores that are all equal: the steps, the facts and flags, the accuracy of evaluations before and at the
+# newest step, and the finding, level and step
+EQUAL = [
+    # none has ended: at once, and wrong after 64 responses
+    ([CUT], ANSWERS, SMALL, (), ("all_cut", "look", 1)),
+    ([CUT] * 4, ANSWERS, SMALL, (), ("all_cut", "wrong", 1)),
+    ([CUT], ANSWERS, SMALL | FREE, (0.0,), ("all_cut", "look", 1)),
+    ([CUT], ANSWERS, {"batch_size": 8}, (), ("all_cut", "look", 1)),
+    # all wrong: by the reward's 0, or the held-out answers too, also where some pay the penalty
+    ([ZERO], ANSWERS, SMALL, (), ("all_wrong", "look", 1)),
+    ([ZERO], ANSWERS, SMALL, (0.0,), ("all_wrong", "look", 1)),
+    ([ZERO] * 5, ANSWERS, {}, (0.0, 0.0), ("all_wrong", "wrong", 1)),
+    ([HALF_CUT], ANSWERS, SMALL, (0.0,), ("all_wrong", "look", 1)),
+    ([HALF_CUT | {"reward/score_std": 0.6}] * 3, ANSWERS, SMALL, (0.0,), None),
+    ([ZERO] * 2, ANSWERS, {"batch_size": 8}, (0.0,), ("all_wrong", "look", 1)),
+    ([ZERO], ANSWERS, {"batch_size": 8}, (0.0,), None),  # too few
+    # 16 wrong ones are chance where a twentieth of the answers is right (0.95^16 = 0.44), 144 are not: 0.0006
+    ([ZERO], ANSWERS, SMALL, (0.05,), None),
+    ([ZERO] * 9, ANSWERS, SMALL, (0.05,), ("scores_alike", "look", 1)),
+    # a constant: where nothing is right or wrong, where the reward pays for wrong ones, where half are right
+    ([ZERO], FACTS, SMALL, (), ("scores_alike", "look", 1)),
+    ([PAID], ANSWERS, SMALL, (), ("scores_alike", "look", 1)),
+    ([PAID], ANSWERS, SMALL, (0.0,), ("scores_alike", "look", 1)),
+    ([PAID], ANSWERS, SMALL, (0.5,), ("scores_alike", "look", 1)),
+    ([PAID] * 4, ANSWERS, {}, (0.5,), ("scores_alike", "wrong", 1)),
+    # solved: from the start, or after a rise, by 64 responses
+    ([BEST], ANSWERS, SMALL, (1.0,), ("all_solved", "look", 1)),
+    ([*RISING, *[BEST] * 4], ANSWERS, SMALL, (), ("all_solved", "look", 5)),
+    ([*RISING, *[BEST] * 4], ANSWERS, SMALL, (0.2, 0.9), ("all_solved", "look", 5)),
+    ([*RISING, *[BEST] * 3], ANSWERS, SMALL, (), None),
+    ([*RISING, *[BEST] * 3], ANSWERS, {}, (), ("all_solved", "look", 5)),
+    # not where the score was higher, has not risen, or held-out answers are less often right, or never
+    ([*RISING, *[BEST | {"reward/score": 0.7}] * 4], ANSWERS, SMALL, (), None),
+    ([{"reward/score": 1.0}, *[BEST] * 4], ANSWERS, SMALL, (), None),
+    ([*RISING, *[BEST] * 4], ANSWERS, SMALL, (0.9, 0.8), None),
+    ([*RISING, *[BEST] * 4], ANSWERS, SMALL, (0.0, 0.0), None),
+]
+
+
+@pytest.mark.parametrize(("changes", "facts", "args", "accuracies", "wanted"), EQUAL)
+def test_why_all_scores_are_equal_is_told_from_the_first_batch_on(changes, facts, args, accuracies, wanted):
+    steps = steps_of(changes)
+    if accuracies:
+        steps = [{"step": 0, "eval/accuracy": accuracies[0]}, *steps]
+        steps[-1]["eval/accuracy"] = accuracies[-1]
+    found = health_of(steps, {"facts": facts, **FLAGS, **args}).sorted
+    alike = ("all_cut", "all_wrong", "all_solved", "scores_alike", "few_end", "groups_alike")
+    assert [(f.name, f.level, f.step) for f in found if f.name in alike] == [wanted] * bool(wanted)
+    for finding in found:
+        said = one_line(finding) + str(finding.causes)
+        assert "nan" not in said.replace("nothing", "").split(), said
+        assert ("the task is learned" in said) == (finding.name == "all_solved")
+
+
+def test_the_sentences_on_equal_scores_have_the_numbers_of_the_run():
+    tested = [{"step": 0, "eval/accuracy": 0.0}, *steps_of([ZERO])]
+    (wrong,) = health_of(tested, {"facts": ANSWERS, **FLAGS, **SMALL}).sorted
+    assert wrong.symptom.startswith("none of the first 16 responses earned anything")
+    assert wrong.numbers == ["reward/function 0", "eval/accuracy 0.000", "rollout/finished 1.00"]
+    assert "stage 1" in wrong.remedy and "easier prompts" in wrong.remedy and "a part" in wrong.remedy
+    cut = findings([CUT], ANSWERS, **SMALL)["all_cut"]
+    assert cut.symptom.startswith("all of the first 16 responses were cut at --max_gen_len and got the same")
+    assert cut.numbers == ["rollout/finished 0.00", "reward/score -1", "--max_gen_len 64"]
+    assert cut.remedy.startswith("--max_gen_len 256, or a reward that pays a part")
+    same = findings([PAID], ANSWERS, **SMALL)["scores_alike"]
+    assert same.numbers == ["0.7 for each, before --missing_eos_penalty", "different responses 0.98"]
+    half = findings([HALF_CUT | {"reward/score": 0.2}], FACTS, **SMALL)["scores_alike"]
+    assert half.numbers[0] == same.numbers[0]  # 0.2 is 0.7 without the penalty of 1, which a half paid
+    assert "two different answers" in same.remedy
+    solved = findings([*RISING, *[BEST] * 4], ANSWERS, **SMALL)["all_solved"]
+    assert solved.symptom.startswith("all of 64 responses in a row got the same score, the best so far")
+    assert solved.numbers == ["1 for each, before --missing_eos_penalty"]
+
+
+def test_advantages_that_are_gone_have_no_number_that_is_not_known():
+    gone = [{"policy/advantage_std": 0.0}] * 3
+    (found,) = findings(gone, **FEW | {"batch_size": 8}).values()
+    assert (found.name, found.numbers) == ("advantages_gone", ["policy/advantage_std 0", "reward/score 1"])
+
+
+def test_an_accuracy_whose_answers_the_reward_gets_does_not_say_that_it_is_exploited():
+    """It still says whether held-out answers are right more often; a judge comes before it."""
+    falls = evaluated(run_of(20, {}), 0.9, 0.6)
+    symptoms = [findings(falls, facts)["held_out_falls"].symptom for facts in (FACTS, ANSWERS)]
+    assert ["exploited" in symptom for symptom in symptoms] == [True, False]
+    longer = {"rollout/length": 42.0, "rollout/score_length_corr": 0.55}
+    assert "length_is_gamed" not in findings(evaluated(run_of(24, longer), 0.6, 0.9, 0.9), ANSWERS)
+    both = evaluated(evaluated(run_of(20, {}), 0.6, 0.9), 0.9, -9.9, name="eval/judge")
+    both = [step | {"eval/judge_std": 1.0} for step in both]
+    for facts, symptom in ((FACTS, None), (ANSWERS, "eval/judge falls while the score rises: the reward")):
+        found = findings(both, facts).get("held_out_falls")
+        assert (found is None) if symptom is None else found.symptom.startswith(symptom)
 
 
 # a change of the last steps that is a finding where nothing gets better by an evaluation: how it is judged if
@@ -412,6 +522,7 @@ value/clip_fraction 0.5 critic_is_held cliprange_value=0.1
     | --cliprange_value 0.5 --critic_learning_rate 0.000166667
 value/explained_variance -1 critic_useless lam=1
     | --critic_learning_rate 0.000166667, or a longer --critic_warmup_steps
+policy/ratio 1 small_batch batch_size=4 | --batch_size 16, or more if a step may take longer
 policy/early_stop 1 early_stop_starves target_kl=0.05 | --learning_rate 0.000166667
 policy/early_stop 1 early_stop_starves target_kl=0.000001 | --target_kl 0.02 --learning_rate 0.000166667
 kl/k1 2 kl_far kl_coef=1 | --learning_rate 0.000166667 --kl_coef 3

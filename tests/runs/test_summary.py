@@ -1,7 +1,9 @@
 """What a run says of itself: the verdict, the tables, the curves, its first lines, and what it leaves."""
 
+import re
 import shlex
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,19 +13,20 @@ from matplotlib.figure import Figure
 from tiny import ROOT, flags, health_of, read_jsonl, refused
 
 from trainer import train_ppo
+from trainer.run import PpoRun
 from trainer.runs import base, displays, report
 from trainer.runs.base import Run
 from trainer.runs.displays import PPO, SFT, as_line
 from trainer.runs.distributed import World
 from trainer.runs.plots import draw_panel
 from trainer.runs.resume import RunFolder
-from trainer.runs.run_logger import RunLogger
+from trainer.runs.run_logger import RunLogger, spent
 
 NOISY = [0.1 * (-1) ** n for n in range(40)]  # s = 0.1772
 
 
-def verdict(records, display=PPO, batch_size=8, held_out=0):
-    config = {"batch_size": batch_size, "processes": 1, "facts": {"held_out": held_out}}
+def verdict(records, display=PPO, batch_size=8, held_out=0, **facts):
+    config = {"batch_size": batch_size, "processes": 1, "facts": {"held_out": held_out, **facts}}
     return report.in_words(SimpleNamespace(display=display), health_of(records, config).past, "ended")
 
 
@@ -44,6 +47,7 @@ LINES = [
     (SFT.line, {"train/loss": 1, "train/learning_rate": 1e-3}, "loss 1.0000 | lr 1.0e-03"),
     (PPO.evaluation, TESTED_BY, "accuracy 0.500 | greedy 0.750 | score 2.000"),
     (SFT.evaluation, {"train/loss": 1.0}, ""),
+    (PPO.line, {"reward/score": -0.0, "kl/k1": -1e-6}, "score 0.000 | kl 0.0000"),
 ]
 
 
@@ -105,18 +109,73 @@ def test_what_cannot_be_told_is_said():
     assert "Nothing was measured" in verdict(records, displays.OFFLINE, held_out=9)[0]
 
 
-NOT_REWARDED = "which is never rewarded:"
+NOT_REWARDED = "The accuracy, which is never rewarded,"
+PLACE = "on 32 held-out prompts"
 
 
 def test_what_else_was_evaluated_is_said_as_well():
+    """Two standard errors of a share of 0.1 of 32 are 2 sqrt(2) 0.3 / sqrt(32) = 0.15, of 0.25 0.2165; of
+    judge's scores with a deviation of 1 0.5."""
     for name, before, after, text in (
-        ("accuracy", 0.0, 0.0, "No held-out answer was right, before or after (accuracy 0)."),
-        ("accuracy", 0.0, 0.1, f"The accuracy, {NOT_REWARDED} 0.000 before, 0.100 after."),
-        ("judge", 0.5, -1.5, f"The judge, {NOT_REWARDED} 0.500 before, -1.500 after."),
-        ("score_greedy", 2, 1, f"The greedy score fell from 2.000 to 1.000 on 32 held-out prompts.{WORSE}"),
+        ("accuracy", 0.0, 0.0, "No held-out answer was right, before or after (accuracy 0 on 32 prompts)."),
+        (
+            "accuracy",
+            0.0,
+            0.1,
+            f"{NOT_REWARDED} did not clearly change: from 0.000 to 0.100 {PLACE}; up to 0.15 can be chance.",
+        ),
+        ("accuracy", 0.0, 0.25, f"{NOT_REWARDED} rose from 0.000 to 0.250 {PLACE}."),
+        ("accuracy", 0.5, 0.5, f"{NOT_REWARDED} stayed at 0.500 {PLACE}."),
+        ("judge", 0.5, -1.5, f"The judge, which only evaluates, fell from 0.500 to -1.500 {PLACE}.{WORSE}"),
+        ("score_greedy", 2, 1, f"The greedy score fell from 2.000 to 1.000 {PLACE}.{WORSE}"),
     ):
-        records = with_evaluations(steps_of(), {name: before, "score": 1}, {name: after, "score": 2})
+        also = {"judge_std": 1.0}
+        records = with_evaluations(steps_of(), {name: before, "score": 1}, {name: after, "score": 2} | also)
         assert text in verdict(records, held_out=32)
+
+
+def test_an_accuracy_whose_answers_the_reward_gets_is_not_called_never_rewarded():
+    records = with_evaluations(steps_of(), {"accuracy": 0.0, "score": 1}, {"accuracy": 0.25, "score": 2})
+    words = verdict(records, held_out=32, answers_go_to="reward function")
+    assert (
+        f"The accuracy, whose answers the reward function gets too, rose from 0.000 to 0.250 {PLACE}."
+        in words
+    )
+    assert "never rewarded" not in " ".join(words)
+
+
+@pytest.mark.parametrize(
+    ("function", "server", "answered", "offline", "text"),
+    [
+        (lambda prompts, responses, answers: 0, None, 3, "", "reward function"),
+        (lambda prompts, responses, answers: 0, None, 0, "", ""),
+        (lambda prompts, responses, answers, gold: 0, None, 0, "", "reward function"),
+        (None, "a server", 3, "", "reward server"),
+        (None, "a server", 0, "", ""),
+        (lambda prompts, responses, answers: 0, "a server", 3, "", "reward function and server"),
+        (None, None, 3, "", ""),
+        (None, None, None, "logged.jsonl", ""),
+    ],
+)
+def test_who_gets_the_answers(function, server, answered, offline, text):
+    """A reward model never does; a function also by a field of the records that it asks for."""
+    run = SimpleNamespace(
+        reward=SimpleNamespace(function=function, server=server),
+        data=SimpleNamespace(answers=answered, columns={"prompt": None, "gold": None}),
+        args=SimpleNamespace(offline_data_path=offline),
+    )
+    assert PpoRun.answers_go_to(run) == text
+
+
+def test_equal_scores_of_all_steps_do_not_make_every_change_clear():
+    """Nothing has shown how much scores vary; what did not change is said to stay."""
+    steps = [{"step": n + 1, "reward/score": -0.5} for n in range(9)]
+    for after, text in (
+        (-0.469, f"went from -0.500 to -0.469 {PLACE}: too few steps, or no known spread, to tell"),
+        (-0.5, f"stayed at -0.500 {PLACE}."),
+    ):
+        words = verdict(with_evaluations(steps, {"score": -0.5}, {"score": after}), held_out=32)
+        assert words[0].startswith(f"The score {text}")
 
 
 def test_normalised_scores_are_not_compared_but_the_raw_ones():
@@ -180,11 +239,58 @@ def test_short_runs_print_every_step_and_long_ones_about_a_hundred(tmp_path, cap
     """And what is found at any step, once."""
     logger = logger_of(tmp_path, total, given)
     for step in range(1, total + 1):
-        logger.log(step, {"reward/score": 1.0, "kl/k1": 4.0 * (step > 1)}, {})
+        metrics = {"reward/score": 1.0, "kl/k1": 4.0 * (step > 1)}
+        logger.show(step, metrics, {})
+        logger.log(step, metrics, {})
     logger.finish()
     said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert sum(line.startswith("step ") for line in said) == printed
     assert said.count("health") == 1
+
+
+def test_the_line_of_a_step_comes_before_its_evaluation_and_its_row_after_it(files, tmp_path, monkeypatch):
+    """Each file keeps one row a step, with the evaluation."""
+    seen = []
+
+    def evaluate(run):
+        rows = (run.folder / "metrics.jsonl").read_text() if run.progress.step else ""
+        seen.append((len(rows.splitlines()), said()))
+        return {"eval/score": 1.0}, {}
+
+    def said():
+        return [line.split(" | ")[0] for line in lines if line.startswith(("step ", "  held out at"))]
+
+    lines = []
+    monkeypatch.setattr(RunLogger, "say", lambda self, text: lines.extend(text.splitlines()))
+    monkeypatch.setattr(train_ppo, "evaluate_actor", evaluate)
+    train_ppo.main(argv_of(files, tmp_path, run_name="r", eval_interval=2))
+    before = "  held out at step 0: score 1.000"
+    at_two = [before, "step 1/4", "step 2/4"]
+    after = [*at_two, "  held out at step 2: score 1.000", "step 3/4", "step 4/4"]
+    assert seen == [(0, []), (2, at_two), (4, after)]
+    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert [(row["step"], "eval/score" in row) for row in rows] == [(n, n % 2 == 0) for n in range(5)]
+
+
+def test_the_times_say_what_they_count(files, tmp_path, monkeypatch, capsys):
+    """330.4 s, of which 41.4 until the first evaluation and 79.2 in evaluations."""
+    assert spent(330.4, 41.4, 79.2) == "330 s: start 41, training 210, evaluation 79"
+    since = base.process_seconds()
+    assert since > 1.0  # of this process, whose imports took longer
+    time.sleep(0.2)
+    assert 0.15 < base.process_seconds() - since < 20
+    runs = []
+    monkeypatch.setattr(
+        train_ppo, "evaluate_actor", lambda run: (runs.append(run), time.sleep(0.6), ({}, {}))[2]
+    )
+    train_ppo.main(argv_of(files, tmp_path, max_steps=1))
+    run = runs[0]
+    assert since < run.start_seconds < base.process_seconds()
+    assert 1.2 <= run.evaluation_seconds < 2.5  # of two
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if " s: start " in line)
+    total, start, training, evaluation = map(int, re.findall(r"\d+", line.partition(";")[0]))
+    assert total == start + training + evaluation
+    assert (start, evaluation) == (round(run.start_seconds), round(run.evaluation_seconds))
 
 
 def test_epochs_that_end_before_max_steps_are_said(tmp_path, capsys):

@@ -38,12 +38,16 @@ def choose_penalty(run: Any, logger: Any) -> None:
         raw = raw_scores(run, reward, batch)
     scores = reward.combine(raw, world)["score"]
     reward.running = {}  # the statistics of --normalize_reward begin with the first batch
-    spread = sum(world.gather(RunningStats.of(scores)), RunningStats()).std
-    penalty = UNKNOWN if spread < LEAST_SPREAD else float(f"{spread:.2g}")
+    found = sum(world.gather(RunningStats.of(scores)), RunningStats())
+    ended = sum(world.gather(int(batch.rollout.finished.sum())))
+    penalty = UNKNOWN if found.std < LEAST_SPREAD else float(f"{found.std:.2g}")
     reward.missing_eos_penalty = penalty
     with world.all_or_none():  # the disk may be full
         logger.keep_choice("missing_eos_penalty", penalty)
+    why = f"the scores of {count} responses have the standard deviation {found.std:.2g}"
+    if found.std < LEAST_SPREAD:
+        why = f"all {count} scored {found.mean:z.3g}, without a spread to follow, so half of a reward of 1"
     logger.say(
-        f"penalty  {penalty:g} for a response that does not end (--missing_eos_penalty): the scores of "
-        f"{count} responses have the standard deviation {spread:.2g}"
+        f"penalty  {penalty:g} for a response that does not end (--missing_eos_penalty): {why}; "
+        f"{ended or 'none'} of {count} ended"
     )

@@ -7,6 +7,7 @@ import math
 import shlex
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Iterable, Sized
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -109,6 +111,8 @@ class Run(ABC):
     outputs: list[Path]  # files and folders that the result replaces
     saved_step: int = 0  # after which the weights of the newest checkpoint and of the result are
     save_dtype: SaveDtype
+    start_seconds: float = 0.0  # from the start of the process to the first evaluation or step
+    evaluation_seconds: float = 0.0  # of all evaluations
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -177,6 +181,11 @@ class Run(ABC):
     @abstractmethod
     def results(self) -> str:
         """Lines that say where the result is."""
+
+
+def process_seconds() -> float:
+    """The seconds since this process began."""
+    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 # ------------------------------------------------------------------------------------ command lines to copy

@@ -28,8 +28,11 @@ CLEAR = 2  # standard errors of a difference: from there on it is called a rise 
 ENOUGH = 64  # responses: of fewer, chance decides what a share of them is
 FAR = 20  # times the learning rate that suits the model's size, or that part of it
 TINY = 1e-9  # in the place of a spread of 0
+FEW = 8  # responses: of fewer, nothing is said
+RARE = 1e-3  # the probability of what chance is not taken for
+ALIKE = 1e-8  # the variance of scores that are all alike
+LOW = 0.1  # of a reward of 1: less is taken for nothing
 SHARES = ("eval/chosen_preferred", "eval/accuracy")  # of evaluations: of the records, 0 or 1 for each
-JUDGES = (*SHARES, "eval/judge")  # they are never rewarded
 
 
 def spread_of_steps(values: Sequence[float]) -> float:
@@ -66,6 +69,7 @@ class Past:
         self.steps: defaultdict[str, list[int]] = defaultdict(list)
         self.responses = self.known("batch_size") * self.known("processes")  # of a step; 0: not known
         self.enough = min(WINDOW, math.ceil(ENOUGH / (self.responses or ENOUGH)))  # steps to see ``ENOUGH``
+        self.alike = 0  # steps in a row, up to the newest, in which all scores were equal
 
     def add(self, record: Known) -> None:
         """Take in a line of metrics.jsonl."""
@@ -80,6 +84,8 @@ class Past:
             if x is not None and math.isfinite(x):
                 self.values[name].append(x)
                 self.steps[name].append(self.step)
+        if self.steps["reward/score_std"][-1:] == [self.step]:
+            self.alike = self.alike + 1 if self._are_alike() else 0
         self._conclude()
 
     def known(self, name: str) -> Any:
@@ -112,7 +118,8 @@ class Past:
         """``holds`` for a condition without "and"."""
         name, *words = condition.split()
         if not words:
-            return {"since": self.step} if self.known(name) else {}
+            steps = self.step if name == "none_ended" else max(1, self.alike * name.startswith("all_"))
+            return {"since": self.step - steps + 1, "start": 0.0} if self.known(name) else {}
         sign, number, *when = words
         limit = float(number)
         since = self.step
@@ -149,14 +156,28 @@ class Past:
         now = fmean(values[score][-WINDOW:]) if self.step >= 2 * WINDOW and values[score] else math.nan
         error = spread_of_steps(values[score][:WINDOW]) * math.sqrt(1 / BEGIN + 1 / WINDOW)
         rise = (now - start) / max(error, TINY)
+        # What is measured without the reward: with an accuracy whose answers the reward gets, a judge is.
+        accuracy = () if self.known("answers_go_to") else ("eval/accuracy",)
+        judges = ("eval/chosen_preferred", *accuracy, "eval/judge")
         # The evaluations' metric that tells best whether the run helps. An accuracy that has always been 0
         # does not: its answers may have another form.
-        witness = next((n for n in (*JUDGES, "eval/score_raw", "eval/score") if any(values[n])), "")
+        names = (*judges, "eval/accuracy", "eval/score_raw", "eval/score")
+        witness = next((name for name in names if any(values[name])), "")
         tested = values[witness] if len(values[witness]) > 1 else [math.nan]
         best = max(tested)
         trend = self.change(witness, tested[0], tested[-1])
-        judged = witness in JUDGES
+        judged = witness in (*judges, "eval/accuracy")
+        why = self._why_alike(score)
         self.seen |= {
+            "none_ended": self._none("rollout/finished") and self.step * self.responses >= FEW,
+            "all_cut": why == "cut",
+            "all_wrong": why == "wrong",
+            "all_solved": why == "solved",
+            "all_same": why == "same",
+            "not_all_cut": why != "cut",
+            "scores_differ": not why,
+            "same_score": (values[score] or [math.nan])[-1]
+            + self.known("missing_eos_penalty") * (1 - self._ended()),
             "odd": ", ".join(odd.values()),
             "odd_usual": " ".join(f"--{name} {self.usual[name][2]:g}" for name in odd),
             "responses": self.responses,
@@ -164,7 +185,7 @@ class Past:
             "exact": self.known("dtype") == "float32",
             "clips_tokens": self.known("policy_loss") != "gspo",
             "responses_seen": self.step * self.responses,
-            "first_spread": max(values["reward/score_std"][:WINDOW], default=1.0),
+            "responses_alike": self.alike * self.responses,
             "score": score,
             "score_start": start,
             "score_now": now,
@@ -175,11 +196,61 @@ class Past:
             "held_out_last": tested[-1],
             "held_out_fall": self.change(witness, tested[-1], best),  # in least differences, as the next
             "held_out_loss": -trend,
-            "exploited": " while the score rises: the reward is exploited" if judged and rise > CLEAR else "",
+            "exploited": " while the score rises: the reward is exploited"
+            if witness in judges and rise > CLEAR
+            else "",
             "not_risen": not trend > 1,
             "not_judged_better": not (judged and trend > 1),
             "not_better": rise <= CLEAR if math.isnan(trend) else trend <= 1,  # known not to have helped
         }
+
+    def _are_alike(self) -> bool:
+        """Whether all scores of the newest step were equal, but for --missing_eos_penalty, which a share of
+        the responses paid: by itself it has the variance penalty^2 * share * (1 - share)."""
+        ended = self._ended()
+        paid = self.known("missing_eos_penalty") ** 2 * ended * (1 - ended)
+        return abs(self.values["reward/score_std"][-1] ** 2 - paid) < ALIKE + 1e-5 * paid
+
+    def _ended(self) -> float:
+        """The share of the newest step's responses that have ended."""
+        return (self.values["rollout/finished"] or [1.0])[-1]
+
+    def _why_alike(self, score: str) -> str:
+        """Why the responses of the newest steps all have the same ``score``; "" where they do not, or where
+        it can be chance. In the whole run none has ended ("cut"), none has earned anything and no held-out
+        answer was right ("wrong"), or the reward gives each the same, whatever it is ("same"). Or all
+        held-out answers are right, or the score has risen, and 64 responses have the best so far ("solved").
+        """
+        values = self.values
+        count = self.alike * self.responses
+        if not self.alike or count < FEW or self.known("offline_data_path"):
+            return ""
+        tested = values["eval/accuracy"]
+        before = values[score][: -self.alike]
+        if before:
+            now = values[score][-1]
+            risen = now >= max(before) and now > before[0] and self.alike >= 3 and count >= ENOUGH
+            if tested and (not tested[-1] or self.change("eval/accuracy", tested[0], tested[-1]) < -1):
+                return ""
+            return "solved" if risen else ""
+        written = values["reward/function"] + values["reward/server"]  # the user's own rewards
+        if written and self._none("rollout/finished"):
+            return "cut"
+        if count < 2 * FEW:
+            return ""
+        if self.known("answers_go_to"):
+            if self._none("eval/accuracy", unknown=True) and max(written, default=0.0) < LOW:
+                return "wrong"
+            right = tested[-1] if tested else 0.0
+            if right == 1:
+                return "solved"
+            if right and right**count + (1 - right) ** count > RARE:  # all right or all wrong, by chance
+                return ""
+        return "same"
+
+    def _none(self, name: str, unknown: bool = False) -> bool:
+        """Whether a metric has always been 0; ``unknown`` where there is none."""
+        return not any(self.values[name]) if self.values[name] else unknown
 
     def least_change(self, name: str, one: float, other: float) -> float:
         """The least difference of two evaluations that is called a rise or a fall: two standard errors; NaN
@@ -195,6 +266,8 @@ class Past:
         elif not spreads:
             steps = values[name.replace("eval/", "reward/")] or values[name.replace("eval/", "train/")]
             spreads = [spread_of_steps(steps[:WINDOW]) * math.sqrt(self.responses)]
+            if not any(spreads) and one != other:  # no step has shown it, and the evaluations have some
+                return math.nan
         return CLEAR * max(spreads) * math.sqrt(2 / count)
 
     def change(self, name: str, one: float, other: float) -> float:
@@ -233,6 +306,7 @@ def finding_of(rule: Rule, past: Past, seen: Known, level: str) -> Rule:
     """A row of which a condition holds -> the finding. seen: what ``Past.holds`` says of the condition."""
     newest = {name: values[-1] for name, values in past.values.items() if values}
     known = {**past.args, **newest, **past.seen, **seen}
+    known = {name: x for name, x in known.items() if x == x}  # without NaN: what cannot be told
     numbers = []
     for text in rule.numbers:
         with suppress(KeyError, TypeError, ValueError):  # a value that is not known

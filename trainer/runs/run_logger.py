@@ -20,7 +20,7 @@ from atomic_files import sync, write_whole, writing
 from errors import InputError, first_line
 from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
-from trainer.runs.base import Run
+from trainer.runs.base import Run, process_seconds
 from trainer.runs.checkpoints import list_checkpoints
 from trainer.runs.displays import Row, Rows, as_line, read_rows
 from trainer.runs.health import Health, one_line
@@ -38,7 +38,7 @@ class NullLogger:
     def log(self, *given: object) -> None:
         """Do nothing."""
 
-    say = introduce = keep_choice = flush = summary = stopped = finish = log
+    show = say = introduce = keep_choice = flush = summary = stopped = finish = log
 
 
 class RunLogger:
@@ -69,37 +69,40 @@ class RunLogger:
         self._start = time.perf_counter()
         self._report_due = self._start + SHARE  # as if writing it took a second
 
-    def log(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
-        """Log one step's metrics {name: mean} and {file: rows}: to files, trackers and progress bar.
+    def show(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
+        """Show what a step has learned, before it is evaluated and logged: in the progress bar and, every
+        --log_interval steps and at the last one, as a line, every fourth time with a sample."""
+        line = as_line(self.run.display.line, metrics)
+        self._bar.set_postfix_str(line, refresh=False)
+        self._bar.update(step - self._bar.n)
+        if self._is_shown(step):
+            self.say(f"step {step}/{self.run.total_steps} | {line}")
+            samples = rows.get("samples.jsonl")
+            if samples and step % (4 * self.log_interval) == 0:
+                self.say(sample_text(step, samples[0]))
+        if metrics.get("perf/out_of_memory"):
+            self.say(f"note: memory ran out in step {step}; updates take fewer tokens at a time from now on")
 
-        Every --log_interval steps and at the last one a line is printed, and every fourth time a sample.
-        Evaluations and findings (health.py) are printed at any step.
-        """
+    def _is_shown(self, step: int) -> bool:
+        return step == self.run.total_steps or step % self.log_interval == 0
+
+    def log(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
+        """Log one step's metrics {name: mean}, with those of its evaluation, and {file: rows}: to files and
+        trackers. Print the evaluation and the findings (health.py) that begin with this step."""
         # JSON has no NaN, so a number that is not finite (the loss of a skipped step) becomes null.
         numbers = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
         for name, records in {"metrics.jsonl": [numbers], **rows}.items():
             path = self.folder.path / name
             with writing(path), open(path, "a", encoding="utf-8") as file:
                 file.write(as_lines({"step": step, **record} for record in records))
-        line = as_line(self.run.display.line, metrics)
-        self._bar.set_postfix_str(line, refresh=False)
-        self._bar.update(step - self._bar.n)
         values: dict[str, float | str] = dict(metrics)  # what the trackers get
-        total = self.run.total_steps
-        if step and (step == total or step % self.log_interval == 0):
-            self.say(f"step {step}/{total} | {line}")
-            samples = [sample_text(step, row) for row in rows.get("samples.jsonl", ())]
-            if samples:
-                values["samples"] = "\n\n".join(samples)
-                if step % (4 * self.log_interval) == 0:
-                    self.say(samples[0])
-        for finding in self.health.add({"step": step, **metrics}):
-            self.say(f"health: {one_line(finding)}")
-        if metrics.get("perf/out_of_memory"):
-            self.say(f"note: memory ran out in step {step}; updates take fewer tokens at a time from now on")
+        if self._is_shown(step) and rows.get("samples.jsonl"):
+            values["samples"] = "\n\n".join(sample_text(step, row) for row in rows["samples.jsonl"])
         held_out = as_line(self.run.display.evaluation, metrics)
         if held_out:
             self.say(f"  held out at step {step}: {held_out}")
+        for finding in self.health.add({"step": step, **metrics}):
+            self.say(f"health: {one_line(finding)}")
         self._trackers.log(step, values)
         if time.perf_counter() >= self._report_due:
             self._report("running")
@@ -165,10 +168,9 @@ class RunLogger:
         self._bar.close()
         self._conclude("ended")
         memory = torch.cuda.max_memory_allocated() or peak_memory()
-        self.say(
-            f"{time.perf_counter() - self._start:.0f} s, at most {memory / 2**30:.1f} GiB of memory\n"
-            f"{self.run.results()}"
-        )
+        run = self.run
+        times = spent(process_seconds(), run.start_seconds, run.evaluation_seconds)
+        self.say(f"{times}; at most {memory / 2**30:.1f} GiB of memory\n{run.results()}")
 
     def _conclude(self, state: str) -> None:
         """Write summary.md, report.html and curves.png for the last time, print the first."""
@@ -201,9 +203,15 @@ class RunLogger:
         self.folder.close()
 
 
+def spent(total: float, start: float, evaluation: float) -> str:
+    """What the seconds of a process went into: the start, evaluations, and the rest, which is training."""
+    total, start, evaluation = (round(x) for x in (total, start, evaluation))
+    return f"{total} s: start {start}, training {total - start - evaluation}, evaluation {evaluation}"
+
+
 def sample_text(step: int, row: Row) -> str:
     """A row of samples.jsonl as text: a header with the parts of the score, then prompt and response."""
-    parts = "  ".join(f"{name} {value:+.2f}" for name, value in row["parts"].items())
+    parts = "  ".join(f"{name} {value:+z.2f}" for name, value in row["parts"].items())
     prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
     body = textwrap.indent(f"{prompt}\n{row['response']}", "    ")
     return f"  sample at step {step}: {parts}\n{body}"
