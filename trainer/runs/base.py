@@ -106,6 +106,7 @@ class Run(ABC):
     folder: Path
     result_path: Path
     outputs: list[Path]  # files and folders that the result replaces
+    start_seconds: float = 0.0  # from the beginning of the process to the first step
     saved_step: int = 0  # after which the weights of the newest checkpoint and of the result are
 
     @property
@@ -130,6 +131,10 @@ class Run(ABC):
     @abstractmethod
     def fingerprints(self) -> dict[str, str]:
         """{flag: a hash of what it names}, which ``--resume`` compares."""
+
+    @abstractmethod
+    def text_fingerprints(self) -> dict[str, str]:
+        """Those of ``fingerprints`` that need no model."""
 
     def facts(self) -> dict[str, Any]:
         """{name: value}: what health.py and the report read of a run's start."""
