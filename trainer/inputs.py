@@ -53,6 +53,7 @@ from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.memory_plan import check_loading
 from trainer.options.offline import load_logged
+from trainer.rewards.combine import named_as_evaluation
 from trainer.rewards.reward_models import check_reward_model
 
 Prompts = RLAIFDataset | LoggedAnswers  # what a run is trained on
@@ -335,8 +336,11 @@ def check_sampling(policy: PreTrainedModel) -> None:
 def check_files(args: Flags) -> None:
     """Raise InputError where a file or folder that a flag names is missing or cannot be what it is named for.
     Only the beginning of each is read: of files of records, the first record."""
-    for spec in args.reward_model + args.eval_reward_model:
+    for spec in args.reward_model:
         check_reward_model(spec, args.trust_remote_code)
+    with named_as_evaluation():
+        for spec in args.eval_reward_model:
+            check_reward_model(spec, args.trust_remote_code)
     keys = Keys.of(args)
     readers: list[tuple[str, Keys, Callable[[Record], object]]] = [
         (args.data_path, keys, to_prompt),
