@@ -115,10 +115,10 @@ def start_or_resume(run: Run, start: Start) -> Logger:
     with world.all_or_none():
         if checkpoint:
             checkpoints.load(checkpoint, run)
+        line = start.end()
+        run.start_seconds = start.total
         if folder:
             checkpoints.tidy(folder.path, run.progress.step)
-            line = start.end()
-            run.start_seconds = start.total
             logger = RunLogger(folder, run)
     logger.introduce(about)
     logger.say(line)

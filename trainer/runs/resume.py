@@ -31,6 +31,7 @@ REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other pla
 Config = dict[str, Any]  # what config.json has
 BY_DATA = ("critic_warmup_steps", "reasoning")  # flags that the prompts choose where they are not given
 CHOSEN = "missing_eos_penalty"  # the flag that a run chooses when it begins, where it is not given
+BY_MODEL = (CHOSEN, "learning_rate", "critic_learning_rate")  # flags that are chosen once it is loaded
 LOCK = ".lock.held"  # on Windows nobody can read a locked file, so another one names the process:
 OWNER = ".lock"
 WRITTEN = [
@@ -162,7 +163,7 @@ def choose(out_dir: Path, run_name: str, resume: str, kind: str) -> tuple[Path, 
 def check_resume(run: Run, fingerprints: Config | None = None) -> None:
     """Raise InputError, having written nothing, where the folder of this run is not to be had, or holds
     another run as far as its flags tell. fingerprints: what else is known so far (``Run.fingerprints``), if
-    the data were read. What the models decide is None in the flags, and compared later: ``write_config``."""
+    the data were read. What the models decide is compared later: ``write_config``."""
     args = run.args
     with writing(f"--out_dir {args.out_dir}"):
         folder, found = choose(Path(args.out_dir), args.run_name, args.resume, run.display.folder)
@@ -176,7 +177,8 @@ def check_resume(run: Run, fingerprints: Config | None = None) -> None:
         old = json.loads(held.read_bytes())
         new = {name: old.get(name, flag.default) for name, flag in args.declared.items()}
         for name, value in vars(args).items():
-            if value is not None and (fingerprints or name not in BY_DATA):
+            later = (name in BY_DATA and not fingerprints) or (name in BY_MODEL and value is None)
+            if not later:
                 new[name] = value
         new |= {"script": run.script, "processes": run.world.size}
         new["fingerprints"] = old["fingerprints"] | (fingerprints or {})
