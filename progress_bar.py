@@ -9,7 +9,9 @@ terminal, and under torchrun only the process of rank 0 shows anything.
 """
 
 import os
+import time
 
+import psutil
 from tqdm import tqdm
 
 DELAY = 2.0  # seconds that a phase takes before it gets a bar
@@ -29,3 +31,45 @@ def phase(what: str, total: int, unit: str) -> tqdm:
         miniters=0,
         disable=os.environ.get("RANK", "0") != "0" or None,  # None: where stderr is no terminal
     )
+
+
+class Start:
+    """The start of a run, part by part: a bar shows which part it is, a line at the end how long each took.
+
+    with Start() as start:
+        start.part("data")                              what is done until the next part begins
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._name = "imports"
+        self._since = psutil.Process().create_time()
+        self._bar = phase("start", total=0, unit="parts")
+        self._bar.bar_format = "{desc}, {elapsed}"
+
+    def part(self, name: str) -> None:
+        """What is done from here on."""
+        now = time.time()
+        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
+        self._name = name
+        self._since = now
+        self._bar.set_description_str(f"start: {name}", refresh=False)
+        self._bar.update(0)
+
+    def end(self) -> str:
+        """The start is over -> a line that says how long it took."""
+        self.part("")
+        self._bar.close()
+        parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.seconds.items())
+        return f"start    {self.total:.0f} s: {parts}"
+
+    @property
+    def total(self) -> float:
+        """The seconds from the beginning of the process to the newest part."""
+        return sum(self.seconds.values())
+
+    def __enter__(self) -> "Start":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.close()

@@ -33,9 +33,9 @@ from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.inputs import load_inputs
-from trainer.rewards.combine import Request, load_reward
+from trainer.rewards.combine import Request, load_models, make_reward
+from trainer.rewards.reward_function import load_reward_function
 from trainer.rewards.rules import is_correct
-from trainer.runs.distributed import World
 from trainer.value_scale import AdvantageScale
 
 FIXED = {"dtype": "float32", "device": "cpu", "epochs": 10**6, "save_interval": 10**6, "log_interval": 1000}
@@ -257,9 +257,10 @@ class Peer:
     def __init__(self, request, out):
         self.request, self.out = request, out
         self.args = args = train_ppo.parse_args(command_line(flags_of(request, out)))
-        inputs = load_inputs(args, World(0, 1, torch.device("cpu")))
+        inputs = load_inputs(args)
         self.tokenizer, prompts = inputs.tokenizer, inputs.prompts
-        self.reward = load_reward(args, torch.device("cpu"), torch.float32, (), prompts, inputs.held_out)
+        self.reward = make_reward(args, load_reward_function(args.reward_fn))
+        load_models(self.reward, args, torch.device("cpu"), torch.float32)
         self.judged = frozen_copy(inputs.actor)  # gets the weights that are measured
         self.curve = Curve()
         self.judge = Judge(

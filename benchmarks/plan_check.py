@@ -104,7 +104,7 @@ def measure(argv):
             peaks[phase] = max(peaks.get(phase, 0), memory_of("VmHWM") - begun)
             forget_peak()
 
-        inputs = load_inputs(args, world)
+        inputs = load_inputs(args)
         note("loading")
         free_unused_memory()  # as PpoRun does first
         forget_peak()

@@ -41,6 +41,8 @@ JUDGE = """import os
 calls = 2 * int(os.environ.get("JUDGE_FROM", 0))
 def judge(prompts, responses, answers):
     global calls
+    if "The answer is 7." in responses:  # it is tried before the run begins
+        return [0.0, 0.0]
     value = float(os.environ["JUDGE"].split()[calls // 2])
     calls += 1
     return [value] * len(responses)

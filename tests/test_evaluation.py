@@ -154,7 +154,7 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
     records = [{"prompt": " ".join(WORDS[i] for i in (n % 8, n // 8))} for n in range(13)]
     values["eval_data_path"] = write_jsonl(tmp_path / "held_out.jsonl", records)
     args = train_ppo.parse_args(flags(**values))
-    held_out = load_inputs(args, ALONE).held_out
+    held_out = load_inputs(args).held_out
     ids = {}
     for kind, temperature, samples in (("", 0.7, range(answers)), ("_greedy", 0.0, range(1))):
         asked = [held_out[i] for i in range(len(held_out))]

@@ -483,7 +483,7 @@ def test_reward_files(lines, folder):
     path = folder / f"reward_{sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}.py"
     path.write_text(text, "utf-8", errors="surrogateescape")
     with one_line_or_fine("--reward_fn"):
-        function = load_reward_function(f"{path}:f", ())
+        function = load_reward_function(f"{path}:f")
         asked = request_of(["p", "q"], ["r", "s"], [None, "a"], [True, False])
         parts = Reward(function=function, reasoning=False)(asked)
         assert parts["score"].shape == (2,) and parts["score"].isfinite().all()

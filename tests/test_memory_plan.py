@@ -229,7 +229,7 @@ def test_too_little_memory_is_said_before_anything_is_built(monkeypatch):
     [('{"a": "é", "dtype": "bfloat16"}', 2), ('{"torch_dtype": "float16"}', 2), ("{}", 4), ("{", 4)],
 )
 def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path, config, number):
-    """In fp32, with two copies for the test of sampling: 12 bytes a number."""
+    """In fp32, with the sampler's copy: 8 bytes a number."""
     (tmp_path / "model.safetensors").write_bytes(bytes(2_000_000))
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(9_000_000))  # the same weights once more: not loaded
     (tmp_path / "config.json").write_text(config)
@@ -237,7 +237,7 @@ def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path
     (tmp_path / "b.pth").write_bytes(bytes(2_000_000))
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.json").write_text(config)
-    wanted = {tmp_path: 12 * 2_000_000 // number, tmp_path / "a.pth": 6_000_000}
+    wanted = {tmp_path: 8 * 2_000_000 // number, tmp_path / "a.pth": 4_000_000}
     for path, needed in (wanted | {tmp_path / "b.pth": wanted[tmp_path]}).items():
         monkeypatch.setattr(plans, "free_memory", lambda device, needed=needed: needed)
         check_loading(path)

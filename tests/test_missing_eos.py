@@ -15,10 +15,12 @@ from trainer.collect import respond, sampling_from
 from trainer.generation.sampling import noise_keys
 from trainer.options import missing_eos
 
-# Counts the letter a, and keeps the scores of each call in a file of this process.
+# Counts the letter a, and keeps the scores of each call but the trial in a file of this process.
 COUNTING = """import json, os
 def score(prompts, responses, answers):
     scores = [float(r.split().count("a")) * float(os.environ.get("UNIT", 1)) for r in responses]
+    if "The answer is 7." in responses:
+        return scores
     with open(f"{os.environ['SCORES']}_{os.environ.get('RANK', '0')}", "a") as file:
         file.write(json.dumps(scores) + "\\n")
     return scores

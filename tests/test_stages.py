@@ -216,7 +216,7 @@ def test_sft_learns_and_ppo_starts_from_it(files, whole):
     plain = AutoModelForCausalLM.from_pretrained(out / "full_sft_32", dtype=torch.float32)
     more = {"hidden_size": 32, "reasoning": 0, "out_dir": out, "data_path": files["sft"]}
     args = train_ppo.parse_args(tiny.flags(**more, reward_fn="judge.py:score"))
-    inputs = load_inputs(args, ALONE)
+    inputs = load_inputs(args)
     tokens = torch.tensor([inputs.prompts[0].prompt_ids])
     assert torch.equal(inputs.actor(tokens).logits, plain(tokens).logits)
     assert AutoTokenizer.from_pretrained(out / "full_sft_32").get_vocab() == inputs.tokenizer.get_vocab()

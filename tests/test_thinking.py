@@ -4,13 +4,12 @@ The templates behave as Qwen3's and MiniMind-3's do: without thinking the prompt
 """
 
 import json
-import shutil
+from unittest import mock
 
 import pytest
 import same_runs
 import tiny
 import torch
-from test_invariants import ALONE
 
 import chat
 import export
@@ -19,7 +18,8 @@ from dataset.lm_dataset import LoggedAnswers, RLAIFDataset, SFTDataset
 from errors import InputError
 from model.loading import load_tokenizer
 from trainer import train_ppo, train_reward, train_sft
-from trainer.inputs import choose_reasoning, load_inputs
+from trainer.generation.engine import Sampler
+from trainer.inputs import choose_reasoning, load_trained_tokenizer, read_texts
 from trainer.rewards.combine import Judge, Reward
 from trainer.rewards.rules import thinking_reward
 
@@ -231,45 +231,39 @@ def test_repetition_is_that_of_the_answer_and_length_that_of_the_whole():
     assert parts["length_reward"].tolist() == [0.5, 0.5, -0.5]
 
 
-def chosen(path, records, policy=None, name="Qwen3", given=None, **kwargs):
-    """-> (--reasoning, the lines that say why). policy: None for random weights, or a folder."""
+def chosen(path, records, name="Qwen3", given=None, **kwargs):
+    """-> (--reasoning, the line that says why)."""
     data = tiny.write_jsonl(path / "data.jsonl", records)
     more = {} if given is None else {"reasoning": given}
-    argv = tiny.flags(model=policy or path, reward_url="http://x", data_path=data, **more)
-    args = train_ppo.parse_args(argv)
-    if policy:
-        inputs = load_inputs(args, ALONE)
-        return args.reasoning, "\n".join(filter(None, inputs.notes))
-    tokenizer = tokenizer_of(name, **kwargs)
-    model = tiny.tiny_llama(len(tokenizer), spread=2.0)
-    data = RLAIFDataset(data, tokenizer, 64)
-    said = choose_reasoning(args, ALONE, model, tokenizer, data)
+    args = train_ppo.parse_args(tiny.flags(model=path, reward_url="http://x", data_path=data, **more))
+    said = choose_reasoning(args, RLAIFDataset(data, tokenizer_of(name, **kwargs), 64))
     return args.reasoning, said
-
-
-def test_the_demo_is_recognised_wherever_it_is(tmp_path):
-    demo = shutil.copytree(tiny.ROOT / "model/demo/policy", tmp_path / "policy")
-    records = tiny.read_jsonl(tiny.ROOT / "dataset/demo/ppo.jsonl")[:40]
-    on, said = chosen(tmp_path, records, demo)
-    assert on == 1
-    assert "format   --reasoning 1, as 13 of 16 first answers of the policy have <answer>" in said
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"open_thinking": True}])
 def test_a_tag_of_thinking_in_template_or_prompt_is_no_format(tmp_path, kwargs):
     name = "MiniMind-3" if "open_thinking" in kwargs else "Qwen3"
     records = [{"prompt": "a <think> <answer>", "answer": "b"}] * 20
-    said = "format   --reasoning 0, as 0 of 16 first answers of the policy have <answer>"
-    assert chosen(tmp_path, records, None, name, **kwargs) == (0, said)
+    assert chosen(tmp_path, records, name, **kwargs) == (0, None)
 
 
 @pytest.mark.parametrize(("with_tag", "on"), [(4, 1), (3, 0)])
 def test_a_quarter_of_the_answers_of_the_data_is_enough(tmp_path, with_tag, on):
     answers = ["<think> a </think> <answer> b </answer>"] * with_tag + ["b"] * (16 - with_tag)
     records = [{"prompt": "a", "answer": answer} for answer in answers] + [{"prompt": "a"}] * 16
-    found, said = chosen(tmp_path, records)
-    assert found == on
-    assert (f"4 of 16 first answers of {tmp_path}/data.jsonl" if on else "answers of the policy have") in said
+    said = f"format   --reasoning 1, as 4 of 16 first answers of {tmp_path}/data.jsonl have <answer>"
+    assert chosen(tmp_path, records) == ((1, said) if on else (0, None))
+
+
+def test_nothing_is_sampled_to_choose_the_format(tmp_path):
+    """Not even of the demo's policy, which has it: it is the demo only without --model."""
+    demo = tiny.ROOT / "model/demo/policy"
+    data = tiny.write_jsonl(tmp_path / "data.jsonl", [{"prompt": "a"}] * 4)
+    args = train_ppo.parse_args(tiny.flags(model=demo, reward_url="http://x", data_path=data))
+    with mock.patch.object(Sampler, "sample", side_effect=AssertionError):
+        read_texts(args, load_trained_tokenizer(args))
+    assert args.reasoning == 0
+    assert train_ppo.parse_args([]).reasoning == 1
 
 
 def test_a_given_flag_stays(tmp_path):
@@ -287,7 +281,7 @@ def test_the_arguments_stay_with_the_run_its_result_and_the_export(thinkers, tmp
     train_ppo.main(argv)
     said = capsys.readouterr().out
     assert f"\ntemplate with {closed}\n" in said
-    assert "\nformat   --reasoning 0, as 0 of 16 first answers" in said
+    assert "\nformat " not in said
     config = json.loads((tmp_path / "r/config.json").read_text())
     assert config["chat_template_kwargs"] == closed and config["reasoning"] == 0
     with pytest.raises(InputError, match=r"--chat_template_kwargs was .* and is now None; set it back"):

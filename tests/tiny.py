@@ -138,11 +138,14 @@ def load_weights(run_folder, step, name="actor"):
 PYTHON = sys.executable
 LINUX = sys.platform == "linux" and hasattr(os, "fork")  # test_platforms.py hides it
 
-# A reward function that can fail: at call $FAULT_AT, on process $FAULT_RANK, it executes the code $FAULT.
+# A reward function that can fail: at call $FAULT_AT, on process $FAULT_RANK, it executes the code $FAULT. The
+# call with which it is tried at the start does not count.
 FAULTY_REWARD = """import os, sys, time
 calls = 0
 def score(prompts, responses, answers):
     global calls
+    if "The answer is 7." in responses:
+        return [0.0] * len(responses)
     calls += 1
     scores = [r.split().count("a") - 0.1 * len(r) for r in responses]
     due = calls == int(os.environ.get("FAULT_AT", 0))

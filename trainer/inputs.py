@@ -9,7 +9,7 @@ import math
 import re
 import warnings
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,15 +24,25 @@ from dataset.chat_template import (
     set_template,
     set_template_kwargs,
 )
-from dataset.formats import Keys
+from dataset.formats import (
+    BY_FORM,
+    Keys,
+    Record,
+    is_pair,
+    named,
+    to_demonstration,
+    to_pair,
+    to_prompt,
+    to_rated,
+)
 from dataset.lm_dataset import LoggedAnswers, RecordDataset, RLAIFDataset
+from dataset.record_files import located, open_records
 from errors import InputError
 from model.loading import (
     as_input_error,
     check_output_head,
     check_tokenizer,
     embeddings,
-    eos_ids,
     has_adapter,
     is_from_outside,
     is_moe,
@@ -42,22 +52,21 @@ from model.loading import (
     quiet,
     tokenizer_source,
 )
+from trainer.compute.kernels import few_layers
 from trainer.compute.scoring import PolicyScorer, short_windows
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import response_texts
 from trainer.memory_plan import check_loading
 from trainer.options.offline import load_logged
-from trainer.runs.distributed import World
+from trainer.rewards.combine import named_as_evaluation
+from trainer.rewards.reward_models import check_reward_model
 
 Prompts = RLAIFDataset | LoggedAnswers  # what a run is trained on
 ANSWER = "<answer>"  # the tag of --reasoning
 LOOKED_AT = 256  # how many answers of the data are searched for it
-SAMPLED = 16  # the same of the policy
 SHARE = 0.25  # of them that must have it
 EVAL_BATCH = 256  # responses of an evaluation that are sampled at a time
-FIRST_ANSWERS = -2  # the step of the policy's answers in the sampling noise
 
 DEMO = {
     "model": f"{ROOT}/model/demo/policy",
@@ -173,6 +182,8 @@ def fill_paths(args: Flags) -> None:
         raise InputError(
             "--reward_model: name one, or a function with --reward_fn, or a server with --reward_url"
         )
+    if args.critic_init == "reward" and not args.reward_model:
+        raise InputError("--critic_init reward: starts from a --reward_model; name one, or leave it out")
     for name in ("eval_reward_model", "eval_reward_fn", "best_metric"):
         if getattr(args, name) and not args.eval_data_path:
             raise InputError(f"--{name}: is of use in evaluations only; give --eval_data_path too")
@@ -196,45 +207,22 @@ def choose_warmup(args: Flags, steps: int) -> None:
         )
 
 
-def choose_reasoning(
-    args: Flags,
-    world: World,
-    actor: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
-) -> str | None:
-    """Choose --reasoning where it is not given -> a line that says why, else None. It is 1 if a quarter or
-    more of the answers have ``<answer>``, those of the data or else the policy's own.
+def choose_reasoning(args: Flags, prompts: Prompts) -> str | None:
+    """Choose --reasoning where it is not given -> a line that says why it is 1, else None. It is 1 if a
+    quarter or more of the data's answers have ``<answer>``.
 
     A ``<think>`` says nothing: models of today think without that format.
     """
     if args.reasoning is not None:
         return None
-    where = args.data_path or args.offline_data_path
     first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
     answers = list(filter(None, (getattr(p, "response", p.answer) for p in first)))
-    if not (args.offline_data_path or have_format(answers)):
-        where = "the policy"
-        with world.all_or_none():
-            if world.is_main:
-                if not args.shard:  # else it need not fit on a GPU
-                    actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
-                ids = [prompt.prompt_ids for prompt in first[:SAMPLED]]
-                keys = noise_keys(0, FIRST_ANSWERS, range(len(ids)))  # not --seed, which changes no reward
-                rollout = Sampler(actor).sample(ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
-                answers = response_texts(rollout, tokenizer)
-        answers = world.from_main(answers)
-    args.reasoning = int(have_format(answers))
     count = sum(ANSWER in text for text in answers)
-    return (
-        f"format   --reasoning {args.reasoning}, as {count} of {len(answers)} first answers of {where} have "
-        f"{ANSWER}"
-    )
-
-
-def have_format(answers: list[str]) -> bool:
-    """Whether enough of these answers have ``<answer>``."""
-    return sum(ANSWER in text for text in answers) >= max(1, SHARE * len(answers))
+    args.reasoning = int(count >= max(1, SHARE * len(answers)))
+    if not args.reasoning:
+        return None
+    where = args.data_path or args.offline_data_path
+    return f"format   --reasoning 1, as {count} of {len(answers)} first answers of {where} have {ANSWER}"
 
 
 def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
@@ -319,7 +307,8 @@ def check_policy(args: Flags, policy: PreTrainedModel, tokenizer: PreTrainedToke
     for name, p in policy.named_parameters():
         if not p.isfinite().all():
             raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
-    check_output_head(policy)
+    with few_layers(policy):
+        check_output_head(policy)
     for flag in ("hidden_size", "num_hidden_layers"):
         wanted = getattr(args, flag)
         if wanted and wanted != (has := getattr(policy.config, flag)):
@@ -327,7 +316,8 @@ def check_policy(args: Flags, policy: PreTrainedModel, tokenizer: PreTrainedToke
 
 
 def check_sampling(policy: PreTrainedModel) -> None:
-    """Raise ``InputError`` unless sampling with a KV cache gives the log-probs of the training forward.
+    """Raise ``InputError`` unless sampling with a KV cache gives the log-probs of the training forward, which
+    is tried with the first layers (``few_layers``).
 
     It does not for models that keep more than keys and values from token to token (a recurrent state,
     positions of their own). Without this check their samples would silently come from another distribution.
@@ -336,7 +326,13 @@ def check_sampling(policy: PreTrainedModel) -> None:
     rows = embeddings(policy)
     prompts = [[i % rows for i in range(1, length)] for length in (10, 4, 7)]
     what = f"models of type {kind} are not supported: the sampler's KV cache does not work with them"
-    with quiet(), warnings.catch_warnings(action="ignore"), as_input_error(what), short_windows(policy):
+    with (
+        quiet(),
+        warnings.catch_warnings(action="ignore"),
+        as_input_error(what),
+        few_layers(policy),
+        short_windows(policy),
+    ):
         rollout = Sampler(policy, slots=2).sample(prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0)
         scored = PolicyScorer(policy)(rollout.tokens, rollout.layout)[0]
     gap = (scored - rollout.sampler_logprobs).abs().max().item()
@@ -348,6 +344,55 @@ def check_sampling(policy: PreTrainedModel) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ all of them
+
+
+def check_files(args: Flags) -> None:
+    """Raise InputError where a file or folder that a flag names is missing or cannot be what it is named for.
+    Only the beginning of each is read: of files of records, the first record."""
+    for spec in args.reward_model:
+        check_reward_model(spec, args.trust_remote_code)
+    with named_as_evaluation():
+        for spec in args.eval_reward_model:
+            check_reward_model(spec, args.trust_remote_code)
+    keys = Keys.of(args)
+    readers: list[tuple[str, Keys, Callable[[Record], object]]] = [
+        (args.data_path, keys, to_prompt),
+        (args.eval_data_path, keys, to_prompt),
+        (
+            args.offline_data_path,
+            keys,
+            lambda x: to_pair(x) if is_pair(x) or "score" not in x else to_rated(x),
+        ),
+        (args.ptx_data_path, BY_FORM, to_demonstration),
+    ]
+    for path, names, read in readers:
+        if path:
+            records = open_records(path)
+            with located(records, 0):
+                read(named(records[0], names))
+
+
+class Texts(NamedTuple):
+    """What a PPO run is made of as far as it needs no model."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: RLAIFDataset | None  # None with logged answers: the model says how they end
+    held_out: RLAIFDataset | None
+    notes: list[str | None]  # lines that say what was chosen
+
+
+def read_texts(args: Flags, tokenizer: PreTrainedTokenizerBase) -> Texts:
+    """Read the prompts. Raises InputError for a wrong file or record, or a template that refuses one."""
+    thinking = load_thinking(tokenizer, args.thinking_ratio, args.seed)
+
+    def read(path: str) -> RLAIFDataset | None:
+        if not path:
+            return None
+        return RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, Keys.of(args), thinking)
+
+    prompts = read(args.data_path)
+    held_out = read(args.eval_data_path)
+    return Texts(tokenizer, prompts, held_out, [choose_reasoning(args, prompts)] if prompts else [])
 
 
 class Inputs(NamedTuple):
@@ -363,9 +408,12 @@ class Inputs(NamedTuple):
     notes: list[str | None]  # lines that say what was chosen
 
 
-def load_inputs(args: Flags, world: World) -> Inputs:
-    """Load and check all inputs, by which flags that are open are chosen. Raises InputError."""
-    tokenizer = load_trained_tokenizer(args)
+def load_inputs(args: Flags, texts: Texts | None = None) -> Inputs:
+    """Load the policy and check that all inputs fit, by which flags that are open are chosen. Raises
+    InputError. texts: those that were read already."""
+    if texts is None:
+        texts = read_texts(args, load_trained_tokenizer(args))
+    tokenizer, prompts, held_out, notes = texts
     check_loading(args.model)
     actor = load_policy(args.model, args.trust_remote_code)
     if args.shard and is_from_outside(actor):
@@ -379,18 +427,13 @@ def load_inputs(args: Flags, world: World) -> Inputs:
         )
     check_policy(args, actor, tokenizer)
     check_sampling(actor)
-    thinking = load_thinking(tokenizer, args.thinking_ratio, args.seed)
-
-    def read_prompts(path: str) -> RLAIFDataset:
-        return RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, Keys.of(args), thinking)
-
-    prompts: Prompts
-    if args.offline_data_path:
-        prompts = load_logged(LoggedAnswers, args.offline_data_path, args, tokenizer, actor)
+    data: Prompts
+    if prompts:
+        data = prompts
     else:
-        prompts = read_prompts(args.data_path)
-    held_out = read_prompts(args.eval_data_path) if args.eval_data_path else None
-    longest = args.max_gen_len + max(data.longest for data in (prompts, held_out) if data)
+        data = load_logged(LoggedAnswers, args.offline_data_path, args, tokenizer, actor)
+        notes = [choose_reasoning(args, data)]
+    longest = args.max_gen_len + max(data.longest for data in (data, held_out) if data)
     limit = most_positions(actor.config)
     if longest > limit:
         raise InputError(
@@ -403,5 +446,4 @@ def load_inputs(args: Flags, world: World) -> Inputs:
         min(max(EVAL_BATCH, answers), len(held_out or ()) * answers),
     )
     room = rows, longest, args.max_gen_len
-    notes = [choose_reasoning(args, world, actor, tokenizer, prompts), accuracy_note(held_out)]
-    return Inputs(actor, tokenizer, prompts, held_out, room, notes)
+    return Inputs(actor, tokenizer, data, held_out, room, [*notes, accuracy_note(held_out)])

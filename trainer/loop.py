@@ -2,7 +2,7 @@
 
 A script gives four functions:
 
-    build(args, world) -> its ``Run``
+    build(args, world, start) -> its ``Run``
     collect(run, step, batches)  -> what the step learns from. InputError where a record or a reward is wrong:
                                     then the run is saved and ends
     learn(run, step, batch)      -> (metrics, {file: rows to keep})
@@ -19,10 +19,11 @@ from pathlib import Path
 
 from dataset.data_order import global_batch, record_loader
 from errors import InputError
+from progress_bar import Start
 from trainer.compute.threads import sleep_when_busy
 from trainer.flags import Flags
 from trainer.runs import checkpoints
-from trainer.runs.base import Run, process_seconds
+from trainer.runs.base import Run
 from trainer.runs.displays import Rows, StepLog
 from trainer.runs.distributed import World, init_world
 from trainer.runs.resume import RunFolder, write_config
@@ -33,7 +34,7 @@ Logger = RunLogger | NullLogger
 
 
 def build_and_train(
-    build: Callable[[Flags, World], Run],
+    build: Callable[[Flags, World, Start], Run],
     given: Flags,
     collect: Callable,
     learn: Callable[..., StepLog],
@@ -41,11 +42,12 @@ def build_and_train(
 ) -> None:
     """All that a script does: from where the run stands to its end, or until someone asks it to stop or a
     reward fails. given: the flags."""
-    with init_world(given.device, given.ddp) as world:
-        with world.all_or_none():
-            run = build(given, world)
+    with init_world(given.device, given.ddp) as world, sleep_when_busy(world.device.type):
+        with Start() as start:
+            with world.all_or_none():
+                run = build(given, world, start)
+            logger = start_or_resume(run, start)
         args = run.args
-        logger = start_or_resume(run)
         run.restore_best(logger)
         progress = run.progress  # that of the checkpoint, if there is one
         steps = range(progress.step, run.total_steps)
@@ -60,8 +62,6 @@ def build_and_train(
                 save(run, logger)
             if progress.step == 0:
                 run.begin(logger)
-            run.start_seconds = process_seconds()
-            if progress.step == 0:
                 metrics, rows = timed(evaluate, run)
                 conclude_step(run, logger, metrics, rows)
             for step in steps:
@@ -95,14 +95,16 @@ def build_and_train(
 # ---------------------------------------------------------------------------------- begin, log, save, end
 
 
-def start_or_resume(run: Run) -> Logger:
+def start_or_resume(run: Run, start: Start) -> Logger:
     """Choose and lock the run folder, load its checkpoint into the run if there is one -> the run's logger.
+    With it the start is over.
 
     Raises InputError, having changed nothing, if the folder is in use or holds another run.
     """
     args = run.args
     world = run.world
     folder = None
+    start.part("folder")
     with world.all_or_none():
         if world.is_main:
             folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder, run.outputs)
@@ -115,10 +117,13 @@ def start_or_resume(run: Run) -> Logger:
     with world.all_or_none():
         if checkpoint:
             checkpoints.load(checkpoint, run)
+        line = start.end()
+        run.start_seconds = start.total
         if folder:
             checkpoints.tidy(folder.path, run.progress.step)
             logger = RunLogger(folder, run)
     logger.introduce(about)
+    logger.say(line)
     return logger
 
 
@@ -178,7 +183,7 @@ def ending(run: Run, logger: Logger) -> Iterator[None]:
     """After this block, in which a run trains, the summary is written. If it stops early, by bad input or a
     signal, say how to go on too. The log files are closed in any case."""
     try:
-        with sleep_when_busy(run.world.device.type), collected_between_steps():
+        with collected_between_steps():
             yield
         logger.summary()
     except (InputError, SystemExit):

@@ -32,7 +32,7 @@ SMALL_BUDGET = 1024
 FEWER_SLOTS = [256, 128, 64, 32, 16]
 USABLE = {"cuda": 0.9, "cpu": 0.95}  # of what is left: the plan is about right, and memory has gaps
 LATER = 80e6  # bytes of code that is loaded or compiled while a run goes on, by oneDNN, gloo and others
-LOADING = 3 * 4  # bytes a number: fp32, and two copies for the test of sampling
+LOADING = 2 * 4  # bytes a number: fp32, and the sampler's copy, which every run makes
 REMEDIES = (
     "add --gradient_checkpointing 1, --moments_dtype bfloat16, on a GPU --offload_frozen 1, on several "
     "--shard 1, shorten the texts (--max_gen_len, --max_seq_len), or train less: --lora_r 16, --advantage "
@@ -215,8 +215,8 @@ def check_memory(case: Case, in_step: InStep | None = None) -> tuple[Plan, str]:
 def check_loading(path: str) -> None:
     """Raise InputError where loading the policy at ``path`` would fill the main memory.
 
-    It is loaded in fp32, and ``check_sampling`` in inputs.py needs two copies for a moment. How many numbers
-    it has follows from the size of its files. Hub names, and files that say nothing, pass.
+    It is loaded in fp32, and the sampler is a copy of it. How many numbers it has follows from the size of
+    its files. Hub names, and files that say nothing, pass.
     """
     folder = Path(path)
     files = [folder] if folder.is_file() else folder.glob("*.safetensors")

@@ -33,6 +33,7 @@ from model.lora import add_adapters, frozen_copy, trained
 from model.lora import describe as describe_adapters
 from model.saving import SaveDtype, save_policy, whole_state
 from model.weights import sharded_and_whole, short_hash
+from progress_bar import Start
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, keep_exact, round_frozen, set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
@@ -40,7 +41,16 @@ from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
-from trainer.inputs import choose_rates, choose_warmup, describe_texts, load_inputs
+from trainer.inputs import (
+    Prompts,
+    check_files,
+    choose_rates,
+    choose_warmup,
+    describe_texts,
+    load_inputs,
+    load_trained_tokenizer,
+    read_texts,
+)
 from trainer.memory_plan import Case, Sizes, check_memory
 from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_best
 from trainer.options.ema import Ema
@@ -49,13 +59,30 @@ from trainer.options.missing_eos import choose_penalty
 from trainer.options.offline import held_out_pairs
 from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
-from trainer.rewards.combine import Reward, load_judge, load_reward, modules_of, scoring_models
-from trainer.rewards.reward_function import code_hash, fields_read, names_of_run
+from trainer.rewards.combine import (
+    Reward,
+    load_models,
+    make_judge,
+    make_reward,
+    modules_of,
+    named_as_evaluation,
+    scoring_models,
+)
+from trainer.rewards.reward_function import (
+    RewardFunction,
+    check_fields,
+    code_hash,
+    fields_read,
+    load_reward_function,
+    names_of_run,
+    try_reward_function,
+)
 from trainer.rewards.reward_models import ClassifierRewardModel, RewardModels, models_hash
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import make_optimizer
+from trainer.runs.resume import check_resume
 from trainer.value_scale import AdvantageScale, ValueScale
 
 AVERAGE = "ema.pth"  # in the run folder, of --ema_beta
@@ -69,15 +96,32 @@ class PpoRun(Run):
 
     script = "train_ppo.py"
     display = displays.PPO
+    args: Flags
     held_out: RLAIFDataset | None
     held_out_pairs: LoggedPairs | None
     begin = choose_penalty
 
-    def __init__(self, args: Flags, world: World):
+    def __init__(self, args: Flags, world: World, start: Start | None = None):
         """Flags -> the run, with all inputs checked. Raises InputError."""
         self.world = world
         self.args = args = args.completed()
-        self.actor, self.tokenizer, self.data, self.held_out, room, notes = load_inputs(args, world)
+        start = start or Start()
+        start.part("checks")
+        with world.all_or_none():  # what needs no model, before anything that takes long
+            functions = self._load_functions()
+            check_files(args)
+            self.tokenizer = load_trained_tokenizer(args)
+            if world.is_main:
+                check_resume(self)
+            start.part("data")
+            texts = read_texts(args, self.tokenizer)
+            self.held_out = texts.held_out
+            if texts.prompts:
+                self._use_data(texts.prompts, *functions)
+        start.part("models")
+        self.actor, _, data, _, room, notes = load_inputs(args, texts)
+        if not texts.prompts:
+            self._use_data(data, *functions)
         read = partial(load_policy, args.model, args.trust_remote_code)
         self.save_dtype = SaveDtype(args.save_dtype, f"--model {args.model}", read, self.actor)
         hidden_size = self.actor.config.hidden_size
@@ -97,32 +141,25 @@ class PpoRun(Run):
         place = world.device  # of the reward models
         if self.shards_rewards:
             place = torch.device("cpu")  # until they are sharded: a whole one need not fit on a GPU
-        # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
-        self.names_of_run = of_run = names_of_run(self.data, self.held_out)  # that functions may ask for
-        self.judge = load_judge(args, place, self.dtype, of_run, self.held_out)
+        load_models(self.judge, args, place, self.dtype)
         self.judged_by = code_hash(args.eval_reward_fn) + models_hash(self.judge.models)
-        self.reward = Reward()
-        if not args.offline_data_path:
-            self.reward = load_reward(args, place, self.dtype, of_run, self.data, self.held_out)
+        load_models(self.reward, args, place, self.dtype)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
         self.actor.requires_grad_(not args.lora_r)
         if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
             keep_freed_memory()
             self.actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
         learning = {"learning_rate": ("actor", self.actor)}
-        start = None  # what the critic starts from
+        critic = None  # what the critic starts from
         weight = 1.0
         if args.advantage == "gae":
-            start, weight = critic_start(
+            critic, weight = critic_start(
                 args.critic_init, self.reward.models, self.actor, self.tokenizer, longest=room[1]
             )
-            learning["critic_learning_rate"] = ("critic", start)
-            if start is not self.actor:
-                notes.append(f"critic   starts from {start.name_or_path} (--critic_init)")
+            learning["critic_learning_rate"] = ("critic", critic)
+            if critic is not self.actor:
+                notes.append(f"critic   starts from {critic.name_or_path} (--critic_init)")
         self.suited, rates = choose_rates(args, learning, args.lora_r > 0)
-        self.answers = args.num_generations
-        self.total_steps = self.count_steps()
-        choose_warmup(args, self.total_steps)
         args.freeze()
         # Those of this process' rows in the global batch.
         self.positions = local_positions(args.batch_size, world.rank, world.size, args.num_generations)
@@ -132,8 +169,8 @@ class PpoRun(Run):
         self.ptx = load_ptx(args, world, self.tokenizer, self.actor, self.updates_per_batch)  # or None
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, self.actor)
         sizes = {"actor": Sizes(self.actor, self.dtype)}
-        if start:
-            sizes["critic"] = Sizes(start.base_model, self.dtype)  # type: ignore[arg-type]  # a Module
+        if critic:
+            sizes["critic"] = Sizes(critic.base_model, self.dtype)  # type: ignore[arg-type]  # a Module
         case = Case(
             args=args,
             device=world.device,
@@ -156,10 +193,50 @@ class PpoRun(Run):
             )
             if self.in_step:  # each process soon has a part of each model, and a whole one of none
                 self.sampler.copy.unload()
-        self._build_models(start, weight)
+        self._build_models(critic, weight)
         keep_endings(self.endings, self.actor)
         self._build_learners()
         self._build_options()
+
+    def _load_functions(self) -> list[RewardFunction | None]:
+        """-> those of --reward_fn and --eval_reward_fn."""
+        function = load_reward_function(self.args.reward_fn)
+        with named_as_evaluation():
+            return [function, load_reward_function(self.args.eval_reward_fn)]
+
+    def _use_data(
+        self, data: Prompts, function: RewardFunction | None, judge_function: RewardFunction | None
+    ) -> None:
+        """Take the data, and do what needs no model besides: count the steps, make rewards without their
+        models, call their functions once."""
+        args = self.args
+        self.data = data
+        self.answers = args.num_generations
+        self.total_steps = self.count_steps()
+        choose_warmup(args, self.total_steps)
+        self.names_of_run = of_run = names_of_run(data, self.held_out)  # that functions may ask for
+        known = {name: {"step": 0, "total_steps": self.total_steps}[name] for name in of_run}
+        # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
+        self.reward = Reward()
+        if not args.offline_data_path:
+            self.reward = make_reward(args, function)
+            if function:
+                check_fields(function, of_run, data, self.held_out)
+        self.judge = make_judge(args, judge_function)
+        with named_as_evaluation():
+            if judge_function:
+                check_fields(judge_function, of_run, self.held_out)
+        if self.held_out and not args.offline_data_path:  # pairs of logged answers need the model
+            first_best(self)  # checks --best_metric
+        if not self.world.is_main:  # a function may cost money at each call
+            return
+        if args.resume:
+            check_resume(self, self.text_fingerprints())
+        if function and not args.offline_data_path:
+            try_reward_function(function, data, known, args.reward_timeout)
+        with named_as_evaluation():
+            if judge_function and self.held_out:
+                try_reward_function(judge_function, self.held_out, known, args.reward_timeout)
 
     def _build_models(self, start: PreTrainedModel | None, weight: float) -> None:
         """Make the other models from the actor, which gets its adapters with --lora_r. start, weight: of
@@ -381,14 +458,19 @@ class PpoRun(Run):
         and tokens of its prompts, the code of its reward function; {"data_path <field>": a hash of the field
         of the records, which that function reads}. Call it before frozen weights are rounded."""
         found = {
-            "model": short_hash([self.save_dtype.start_hash, self.endings.eos]),
-            "tokenizer": short_hash(sorted(self.tokenizer.get_vocab().items())),
-            "offline_data_path" if self.args.offline_data_path else "data_path": self.data.fingerprint,
-        }
+            "model": short_hash([self.save_dtype.start_hash, self.endings.eos])
+        } | self.text_fingerprints()
         if self.ptx:
             found["ptx_data_path"] = self.ptx.data.fingerprint
         if self.reward.models:
             found["reward_model"] = models_hash(self.reward.models)
+        return found
+
+    def text_fingerprints(self) -> dict[str, str]:
+        found = {
+            "tokenizer": short_hash(sorted(self.tokenizer.get_vocab().items())),
+            "offline_data_path" if self.args.offline_data_path else "data_path": self.data.fingerprint,
+        }
         if self.reward.function:
             found["reward_fn"] = code_hash(self.args.reward_fn)
             fields = fields_read(self.reward.function, self.data.columns)

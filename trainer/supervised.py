@@ -24,11 +24,13 @@ from atomic_files import check_unused
 from dataset.data_order import next_batch
 from dataset.formats import Keys
 from dataset.lm_dataset import RecordDataset
+from dataset.record_files import open_records
 from errors import InputError
 from model.loading import load_policy, most_positions
 from model.lora import trained
 from model.saving import SaveDtype
 from model.weights import short_hash, weights_hash
+from progress_bar import Start
 from trainer.compute.batching import tokens_per_pass
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
@@ -40,6 +42,7 @@ from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
 from trainer.runs.optimizer_step import gradients_that_fit, make_optimizer, note_steps, step_if_finite
+from trainer.runs.resume import check_resume
 
 Means = dict[str, float]  # {metric: its mean}
 Items = list[tuple]  # each of lists of ids and one thing more
@@ -64,11 +67,24 @@ class SupervisedRun(Run):
         """A micro-batch's share of the batch's loss, and metrics named <kind>/…, train or eval; totals: the
         sums of ``loss_counts``."""
 
-    def __init__(self, args: Flags, world: World):
+    def __init__(self, args: Flags, world: World, start: Start | None = None):
         """Flags -> the run, with all inputs checked. Raises InputError."""
         self.args = args = args.completed()
-        self.tokenizer = load_trained_tokenizer(args)
         self.world = world
+        start = start or Start()
+        start.part("checks")
+        with world.all_or_none():  # what needs no model
+            if args.eval_data_path:
+                open_records(args.eval_data_path)
+            self.tokenizer = load_trained_tokenizer(args)
+            if world.is_main:
+                check_resume(self)
+            start.part("data")
+            self.data, self.held_out = self.split_records()
+            self.total_steps = self.count_steps()
+            if args.resume and world.is_main:
+                check_resume(self, self.text_fingerprints())
+        start.part("models")
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)
         self.loss_scale = LossScale(self.dtype)
         self.states = {"loss_scale": self.loss_scale}
@@ -76,7 +92,6 @@ class SupervisedRun(Run):
         source = f"--model {args.model}" if args.model else f"--seed {args.seed}"
         self.save_dtype = SaveDtype(args.save_dtype, source, self.load_policy, policy)
         check_policy(args, policy, self.tokenizer)
-        self.data, self.held_out = self.split_records()
         self.model = self.start_from(policy)
         limit = most_positions(self.model.config)
         if args.max_seq_len > limit:
@@ -99,7 +114,6 @@ class SupervisedRun(Run):
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        self.total_steps = self.count_steps()
         learner = Learner(
             model=self.model,
             optimizer=make_optimizer(
@@ -147,9 +161,12 @@ class SupervisedRun(Run):
         return sum(len(ids) for ids in item[:-1])
 
     def fingerprints(self) -> dict[str, str]:
+        # The names in older runs.
+        return {"model": weights_hash(nn.ModuleList([self.model]))} | self.text_fingerprints()
+
+    def text_fingerprints(self) -> dict[str, str]:
         tokenizer = self.tokenizer
         return {
-            "model": weights_hash(nn.ModuleList([self.model])),  # the names in older runs
             "tokenizer": short_hash([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]),
             "data_path": short_hash([self.data.fingerprint, len(self.data)]),
         }

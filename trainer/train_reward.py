@@ -139,17 +139,22 @@ class RewardRun(SupervisedRun):
     are (conversation ids, given score)."""
 
     script = "train_reward.py"
+    display = displays.PAIRS
     rate = "reward"
     records = PreferenceDataset
+
+    def split_records(self) -> tuple[RecordDataset, RecordDataset | None]:
+        data, held_out = super().split_records()
+        if held_out and held_out.pairs != data.pairs:
+            raise InputError(
+                f"--eval_data_path {self.args.eval_data_path}: one file has pairs, one has scores; give the "
+                "same kind"
+            )
+        return data, held_out
 
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         args = self.args
         self.rated = not self.data.pairs
-        if self.held_out and self.held_out.pairs == self.rated:
-            raise InputError(
-                f"--eval_data_path {args.eval_data_path}: one file has pairs, one has scores; give the same "
-                "kind"
-            )
         self.display = displays.RATINGS if self.rated else displays.PAIRS
         self.result_path = self.hf_dir = Path(
             args.hf_dir or f"{args.out_dir}/reward_{policy.config.hidden_size}"

@@ -15,6 +15,7 @@ from trainer.compute.cpu import kernels
 from trainer.compute.fused_layers import attention_forward, fuse_layers, is_fused, layer_forward, mlp_forward
 from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
 from trainer.compute.scoring import pack_sequences, packed_states, prepare_training
+from trainer.inputs import check_sampling
 
 SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -132,6 +133,40 @@ def test_a_model_with_a_layer_of_a_known_name_that_computes_something_else_is_le
         fuse_layers(net, lambda: states_of(net))
     assert not any("forward" in vars(module) for module in net.modules())
     assert states_of(net).equal(before)
+
+
+MIXED = T.Qwen2Config(**SIZES | {"num_hidden_layers": 6}, use_sliding_window=True, max_window_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "tried"),
+    [
+        (T.LlamaConfig(**SIZES | {"num_hidden_layers": 6}), 2),
+        (T.LlamaConfig(**SIZES | {"num_hidden_layers": 1}), 1),
+        (MIXED, 4),  # the first layer with a sliding window is the fourth
+    ],
+)
+def test_trials_compute_a_layer_of_each_kind_and_no_more(config, tried):
+    model = build(config)
+    layers, seen = list(model.model.layers), set()
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, number=number: seen.add(number))
+    check_sampling(model)
+    assert pack_sequences(model.base_model)
+    assert seen == set(range(tried))
+    assert list(model.model.layers) == layers and model.config.num_hidden_layers == len(layers)
+    assert all(is_fused(layer, layer_forward) for layer in layers)
+
+
+def test_a_layer_deep_down_that_computes_something_else_is_in_the_trial():
+    class LlamaRMSNorm(T.models.llama.modeling_llama.LlamaRMSNorm):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    net = build(T.LlamaConfig(**SIZES | {"num_hidden_layers": 6})).base_model
+    net.layers[4].input_layernorm.__class__ = LlamaRMSNorm
+    with pytest.warns(UserWarning, match="not fused"):
+        fuse_layers(net, lambda: states_of(net))
 
 
 def test_a_gradient_that_is_wrong_is_found_in_frozen_models_too(monkeypatch):

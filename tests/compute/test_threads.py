@@ -36,7 +36,7 @@ def test_when_threads_sleep(spare_cpus, monkeypatch):
     team is left. What a CPU more than there are threads does, disturbs nobody."""
     cpus = [0, 2, 9][: 2 + spare_cpus]  # psutil's list has no CPUs that are offline
     looks, spare, asleep = [0.1, 0.2, 0.4, 0.2, 0.1, 0.2, 0.5], [], []
-    others, own = iter(looks), 130.0
+    others, own = iter([9.0, *looks]), 130.0  # what was before the watcher begins does not count
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cpus))
     monkeypatch.setattr(psutil, "Process", lambda: Namespace(cpu_percent=lambda: own))
     shares = lambda percpu: [own + 100 * (next(others) + spare_cpus), 0.0, 0.0, 99]  # noqa: E731

@@ -193,6 +193,8 @@ def test_tokenizer(kind, tmp_path):
     model.generation_config.eos_token_id = ends if len(ends) > 1 else 0
     train(**files(tmp_path, model, tokenizer))
     responses = (tmp_path / "responses").read_text().splitlines()
+    assert responses[:2] == ["7", "The answer is 7."]  # those that try the function
+    responses = responses[2:]
     assert len(responses) == 8
     assert all({"b", "c"}.isdisjoint(response.split()) for response in responses) == (len(ends) > 1)
     path = tmp_path / "out" / "ppo_actor_32.pth"

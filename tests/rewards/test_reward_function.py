@@ -89,7 +89,7 @@ def test_a_function_may_change_what_it_gets_and_not_say_its_parameters():
 
 def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside_has_its_place(tmp_path):
     path = tmp_path / "f.py"
-    load = partial(reward_function.load_reward_function, f"{path}:f", ())
+    load = partial(reward_function.load_reward_function, f"{path}:f")
     says = r"called with prompts, responses, answers, .* in this order"
     trl = "completions, **kwargs"  # which is called by name there
     for names in (
@@ -103,7 +103,7 @@ def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside
         assert refused(says, load).endswith(f"they are ({names.replace('*', '')})")
     path.write_text("x = 1\n")
     for wrong in (f"{path}:other", f"{path}:x", f"{path}", f"{tmp_path}/none.py:score"):
-        refused("--reward_fn", reward_function.load_reward_function, wrong, ())
+        refused("--reward_fn", reward_function.load_reward_function, wrong)
     path.write_text("import nowhere_to_be_found\n")
     refused("nowhere_to_be_found", load)
     path.write_text("f = max\n")
@@ -119,12 +119,15 @@ def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside
 def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default(tmp_path):
     """A name of the run too, where the records trained on have a "step" and those of the judge have none."""
     path = tmp_path / "f.py"
-    load = partial(reward_function.load_reward_function, f"{path}:f")
+
+    def load(*given):
+        reward_function.check_fields(reward_function.load_reward_function(f"{path}:f"), *given)
+
     data = SimpleNamespace(columns={"prompt": None, "tests": None}, path="a.jsonl")
     of_run = ["step", "total_steps"]
     for names in ("p, r, a, tests, level=1", "a, b, c, **columns", "a, b, c, step"):
         path.write_text(f"def f({names}):\n    return []\n")
-        assert load(of_run, data)
+        load(of_run, data)
     wanted = '--reward_fn: its parameter \'step\' is no key of .* a.jsonl; keys found: "prompt", "tests": ren'
     refused(wanted, load, ["total_steps"], data)
 
@@ -205,9 +208,10 @@ def test_a_run_gives_each_response_its_own_record_and_the_step_also_when_resumed
 
     monkeypatch.setenv("NOTES", "whole")
     train_ppo.main(argv)
-    calls = noted("reward_fn", "whole")
+    tried, *calls = noted("reward_fn", "whole")
+    assert (tried["step"], [row[2] for row in tried["rows"]]) == (0, [0, 1])  # made-up responses
     assert [call["step"] for call in calls] == [0, 0, 0, 1, 2, 2, 2, 3, 3]  # evaluations at 0, 2 and 3
-    assert [call["step"] for call in noted("eval_reward_fn", "whole")] == [0, 0, 2, 2, 3, 3]
+    assert [call["step"] for call in noted("eval_reward_fn", "whole")] == [0, 0, 0, 2, 2, 3, 3]
     prompts = ["a b", "b c", "c\n\nd", "d e", "e f", "f g"]
     answers = [None, "1", "e", None, "4", None]
     for call, levels in zip(calls, (10, 10, 0, 0, 10, 10, 0, 10, 10), strict=True):
@@ -219,8 +223,8 @@ def test_a_run_gives_each_response_its_own_record_and_the_step_also_when_resumed
     shutil.rmtree(tmp_path / "out/r/checkpoints/step_3")
     monkeypatch.setenv("NOTES", "resumed")
     train_ppo.main([*argv, "--resume", "auto"])
-    assert [call["step"] for call in noted("reward_fn", "resumed")] == [2, 3, 3]
-    assert [call["step"] for call in noted("eval_reward_fn", "resumed")] == [3, 3]
+    assert [call["step"] for call in noted("reward_fn", "resumed")] == [0, 2, 3, 3]
+    assert [call["step"] for call in noted("eval_reward_fn", "resumed")] == [0, 3, 3]
     known = json.loads((tmp_path / "out/r/config.json").read_text())["fingerprints"]
     assert {name for name in known if " " in name} == {"data_path level", "data_path hint"}
     write_jsonl(tmp_path / "mixed.jsonl", [records[0], records[1] | {"level": 9}, *records[2:]])

@@ -18,7 +18,7 @@ from model.weights import HalfEmbedding, HalfLinear, ScoreHead, weights_hash
 from trainer import train_ppo
 from trainer.compute.precision import round_frozen
 from trainer.inputs import DEMO
-from trainer.rewards.combine import Judge, RawScores, Reward, RunningStats, load_reward
+from trainer.rewards.combine import Judge, RawScores, Reward, RunningStats, load_models, make_reward
 from trainer.rewards.reward_function import Request
 from trainer.rewards.reward_models import conversation_ids, load_reward_model, parse_spec
 from trainer.run import critic_start
@@ -254,7 +254,9 @@ def test_every_flag_reaches_the_reward(tmp_path):
     both = [f"{one}=-2", other], {"model_one": -2, "model_other": 1}
     for specs, weights in (([one], {"model": 1}), both):
         args = train_ppo.parse_args([*argv, "--reward_model", *specs])
-        reward = load_reward(args, CPU, torch.float32, of_run=())
+        reward = make_reward(args, None)
+        assert {name: weight for name, (_, weight) in reward.models.items()} == weights
+        load_models(reward, args, CPU, torch.float32)
         assert {name: weight for name, (_, weight) in reward.models.items()} == weights
         for model, _ in reward.models.values():
             assert model.model.get_input_embeddings().weight.dtype == torch.bfloat16

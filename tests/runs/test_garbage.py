@@ -19,6 +19,8 @@ LOOKS = """import gc, json, os
 import torch
 
 def score(prompts, responses, answers):
+    if "The answer is 7." in responses:  # it is tried before the run begins
+        return [0.0, 0.0]
     tensors = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
     with open(os.environ["SEEN"], "a") as file:
         file.write(json.dumps([gc.isenabled(), tensors]) + "\\n")

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import rotate_half
 
 from trainer.compute.attention import attention, rotated_attention
-from trainer.compute.kernels import difference, differentiable, kernels_for
+from trainer.compute.kernels import difference, differentiable, few_layers, kernels_for
 from trainer.compute.precision import compute_dtype
 
 
@@ -187,29 +187,36 @@ KNOWN = {family + kind: forward for family in FAMILIES for kind, forward in FORW
 
 
 def fuse_layers(backbone: PreTrainedModel, states: Callable[[], Tensor]) -> None:
-    """Replace ``forward`` of the layers with known names, if the backbone gives the same values and gradients
-    with ours; a warning says where it does not. states(): some last hidden states of it."""
-    layers = [module for module in backbone.modules() if type(module).__name__ in KNOWN]
+    """Replace ``forward`` of the layers with known names, if the backbone's first layers (``few_layers``)
+    give the same values and gradients with ours; a warning says where they do not. states(): some last hidden
+    states of it."""
+    layers = _known_layers(backbone)
     if not layers:
         return
-    # Norms and biases of the last layer: their gradients are small, and pass through all of it.
-    last = [layer for layer in layers if type(layer).__name__.endswith("DecoderLayer")][-1:] or layers
-    vectors = {p: p.requires_grad for layer in last for p in layer.parameters() if p.dim() < 2}
 
     def fused():
         for layer in layers:
             layer.forward = MethodType(KNOWN[type(layer).__name__], layer)
         return states()
 
-    for p in vectors:
-        p.requires_grad = True
-    reason = difference(states, fused, backbone.device, list(vectors))
-    for p, before in vectors.items():
-        p.requires_grad = before
+    with few_layers(backbone):
+        tried = _known_layers(backbone)
+        # Norms and biases of the last layer: their gradients are small, and pass through all of it.
+        last = [layer for layer in tried if type(layer).__name__.endswith("DecoderLayer")][-1:] or tried
+        vectors = {p: p.requires_grad for layer in last for p in layer.parameters() if p.dim() < 2}
+        for p in vectors:
+            p.requires_grad = True
+        reason = difference(states, fused, backbone.device, list(vectors))
+        for p, before in vectors.items():
+            p.requires_grad = before
     if reason:
         for layer in layers:
             vars(layer).pop("forward", None)
         warnings.warn(f"{type(backbone).__name__}: not fused, which is slower: {reason}", stacklevel=2)
+
+
+def _known_layers(backbone):
+    return [module for module in backbone.modules() if type(module).__name__ in KNOWN]
 
 
 def is_fused(module: nn.Module, forward: Callable[..., Any]) -> bool:

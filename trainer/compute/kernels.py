@@ -7,17 +7,19 @@ the same ``decode_attention``; those of token log-probs and of sampling differ (
 
 ``difference`` tries what is fast against what is known to be right, before it is used: packed rows
 (scoring.py), fused layers (fused_layers.py), flash attention (attention.py) and a GPU's kernels
-(cuda/kernels.py).
+(cuda/kernels.py). Of a model, a trial needs ``few_layers``.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from errors import first_line
 from trainer.compute.cpu import kernels as cpu
@@ -129,3 +131,54 @@ def difference(
     finally:
         torch.set_float32_matmul_precision(before)
     return "" if same else "its results differ"
+
+
+# ----------------------------------------------------------------------------------- of a model, a few layers
+
+LEAST_LAYERS = 2  # of a trial: with one, no layer could take the keys and values of another
+
+
+@contextmanager
+def few_layers(model: nn.Module) -> Iterator[None]:
+    """In this block a model of transformers has its first layers only: at least ``LEAST_LAYERS``, and so many
+    that each kind of layer is among them (sliding and full attention, dense and with experts). What goes
+    wrong in a trial of all layers goes wrong with these. A model whose layers transformers does not mark
+    keeps all."""
+    config: Any = model.config
+    places = []  # (module, name of its list of layers, that list)
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and all(
+                isinstance(layer, GradientCheckpointingLayer) for layer in child
+            ):
+                places.append((module, name, child))
+    before = getattr(config, "num_hidden_layers", None)
+    if len(places) != 1 or len(places[0][2]) != before:  # several lists, as of an encoder and a decoder
+        yield
+        return
+    [(module, name, layers)] = places
+    kinds = [_kind(layer, number, config) for number, layer in enumerate(layers)]
+    count = max(LEAST_LAYERS, *(kinds.index(kind) + 1 for kind in kinds))
+    try:
+        setattr(module, name, layers[:count])
+        config.num_hidden_layers = min(count, before)
+        yield
+    finally:
+        setattr(module, name, layers)
+        config.num_hidden_layers = before
+
+
+def _kind(layer, number, config):
+    """What tells layers apart, besides their numbers and their weights: modules, settings, shapes, and what
+    the config says of each layer."""
+    said = [x[number] for x in vars(config).values() if isinstance(x, list) and number < len(x)]
+    parts: list[object] = [repr(said)]
+    for name, module in layer.named_modules():
+        settings = [
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, str | int | float | None) and key not in ("layer_idx", "layer_id")
+        ]
+        shapes = [(key, p.shape) for key, p in module.named_parameters(recurse=False)]
+        parts.append((name, type(module), settings, shapes))
+    return parts

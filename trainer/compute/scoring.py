@@ -26,7 +26,7 @@ from model.loading import as_input_error, embeddings, is_moe, quiet
 from trainer.compute.attention import ATTENTION
 from trainer.compute.batching import Layout, pad_right, tokens_per_pass
 from trainer.compute.fused_layers import fuse_layers
-from trainer.compute.kernels import difference
+from trainer.compute.kernels import difference, few_layers
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.precision import autocast, rows_to_add
@@ -57,8 +57,9 @@ def short_windows(model: nn.Module) -> Iterator[None]:
 def pack_sequences(backbone: Backbone) -> bool:
     """Let a backbone read packed rows, and fuse its layers (``fuse_layers``) -> whether it reads packed rows.
 
-    Packed and padded states are compared first. Where they differ, and where a model does not use the
-    attention interface of transformers, the backbone stays as it was, and a warning says so.
+    Packed and padded states of its first layers (``few_layers``) are compared first. Where they differ, and
+    where a model does not use the attention interface of transformers, the backbone stays as it was, and a
+    warning says so.
     """
     config = backbone.config
     before = config._attn_implementation
@@ -76,7 +77,7 @@ def pack_sequences(backbone: Backbone) -> bool:
             backbone.set_attn_implementation(ATTENTION)
         return states()
 
-    with short_windows(backbone):
+    with few_layers(backbone), short_windows(backbone):
         differ = difference(states, packed, backbone.device)
     if differ:
         backbone.set_attn_implementation(before)

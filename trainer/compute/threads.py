@@ -89,12 +89,14 @@ def sleep_when_busy(device_type: str) -> Iterator[None]:
 
 
 def _watch(threads, end):
-    """Look every ``PERIOD`` seconds, the first time for the start, until ``end``. Time that a virtual machine
-    wanted and did not get ("steal") counts as other programs'."""
+    """Look every ``PERIOD`` seconds until ``end``. Time that a virtual machine wanted and did not get
+    ("steal") counts as other programs'."""
     import psutil  # not at the top: --help does not need it
 
     cpus = os.sched_getaffinity(0)
     process = psutil.Process()
+    psutil.cpu_percent(percpu=True)  # a look is at what came since the last one: from here on
+    process.cpu_percent()
     spare = None  # while threads sleep: the event that ends the spare teams
     while not end.wait(PERIOD):
         shares = psutil.cpu_percent(percpu=True)  # since the last look, of all programs

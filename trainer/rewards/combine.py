@@ -17,7 +17,7 @@ Where to add a reward of one's own:
 - without changing this program: a Python function (``--reward_fn``, see reward_function.py) or a server
   (``--reward_url``, see reward_server.py);
 - as a new part: write the rule in rules.py, put its scores [B] into ``parts`` in ``Reward.raw_scores``, add
-  its flag to ``flag_parser`` in train_ppo.py, and pass the flag on in ``load_reward`` below. What a
+  its flag to ``flag_parser`` in train_ppo.py, and pass the flag on in ``make_reward`` below. What a
   reward needs to know of a response is a field of ``Request`` (reward_function.py).
 
 The judge is an evaluation reward that never trains (--eval_reward_model, --eval_reward_fn). A policy can
@@ -38,7 +38,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from trainer.rewards import rules
 from trainer.rewards.reward_function import (
@@ -46,9 +45,8 @@ from trainer.rewards.reward_function import (
     RewardFunction,
     Steps,
     call_reward_function,
-    load_reward_function,
 )
-from trainer.rewards.reward_models import RewardModel, RewardModels, load_reward_models
+from trainer.rewards.reward_models import RewardModel, RewardModels, load_reward_models, named_models
 from trainer.rewards.reward_server import RewardServer
 
 Parts = dict[str, Tensor]  # {name of the part: scores [B]}
@@ -297,19 +295,11 @@ def finite(flag: str, scores: Tensor | list[float], texts: list[str]) -> Tensor:
     return scores
 
 
-def load_reward(
-    args: Namespace,
-    device: torch.device,
-    dtype: torch.dtype,
-    of_run: list[str],
-    *datasets: RecordDataset | None,
-) -> Reward:
-    """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for; of_run: what
-    else (``names_of_run``)."""
+def make_reward(args: Namespace, function: RewardFunction | None) -> Reward:
+    """Flags -> the ``Reward`` of the run, whose models ``load_models`` loads. function: of --reward_fn."""
     return Reward(
-        # Before the models, which take long.
-        function=load_reward_function(args.reward_fn, of_run, *datasets),
-        models=load_reward_models(args.reward_model, args, device, dtype),
+        models=not_loaded(args.reward_model),
+        function=function,
         server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,
         reasoning=args.reasoning,
         normalize_reward=args.normalize_reward,
@@ -324,22 +314,33 @@ def load_reward(
     )
 
 
-@named_as_evaluation()
-def load_judge(
-    args: Namespace,
-    device: torch.device,
-    dtype: torch.dtype,
-    of_run: list[str],
-    held_out: RecordDataset | None,
-) -> Judge:
-    """Flags -> the ``Judge`` of the run. held_out: the records that its function may ask for; of_run: as of
-    ``load_reward``. Raises InputError as that does, with the names of these flags."""
+def make_judge(args: Namespace, function: RewardFunction | None) -> Judge:
+    """Flags -> the ``Judge`` of the run, as ``make_reward``. function: of --eval_reward_fn."""
     return Judge(
-        function=load_reward_function(args.eval_reward_fn, of_run, held_out),
-        models=load_reward_models(args.eval_reward_model, args, device, dtype),
+        models=not_loaded(args.eval_reward_model),
+        function=function,
         reward_timeout=args.reward_timeout,
         whole=args.reasoning,
     )
+
+
+def not_loaded(specs: list[str]) -> RewardModels:
+    """The names and weights of reward models, before they are loaded: that is enough for ``Reward.names``."""
+
+    def model(conversations: list) -> Tensor:
+        return torch.zeros(len(conversations))
+
+    return {name: (model, weight) for name, (_, weight) in named_models(specs).items()}  # type: ignore[misc]
+
+
+def load_models(reward: Reward, args: Namespace, device: torch.device, dtype: torch.dtype) -> None:
+    """Load the models of a reward or judge, which ``make_reward`` or ``make_judge`` has made. Raises
+    InputError, which names the flag of the judge where it is one."""
+    if isinstance(reward, Judge):
+        with named_as_evaluation():
+            reward.models = load_reward_models(args.eval_reward_model, args, device, dtype)
+    else:
+        reward.models = load_reward_models(args.reward_model, args, device, dtype)
 
 
 def scoring_models(*rewards: Reward) -> list[RewardModel]:

@@ -34,6 +34,7 @@ Returned = tuple[list[float], list[Steps]]  # the scores of B responses, and the
 # The places of names that can mean only one thing: a function with another order must not be called wrongly.
 # "completions" is what TRL calls the responses.
 PLACES = {"prompts": 0, "responses": 1, "completions": 1}
+MADE_UP = ("7", "The answer is 7.")  # responses with which a function is tried
 OF_RUN = ("step", "total_steps")  # what a function may ask for that is no field of the records
 
 
@@ -49,12 +50,9 @@ class Request:
     of_run: dict[str, int] = field(default_factory=dict)
 
 
-def load_reward_function(
-    spec: str, of_run: list[str], *datasets: RecordDataset | None
-) -> RewardFunction | None:
+def load_reward_function(spec: str) -> RewardFunction | None:
     """``path.py:function`` -> the function, None for "". Raises InputError if it does not exist, if importing
-    it fails, if it cannot be called with prompts, responses and answers, or if it asks for what the records
-    of one of the datasets do not have. of_run: what it may ask for besides (``names_of_run``)."""
+    it fails, or if it cannot be called with prompts, responses and answers."""
     if not spec:
         return None
     path, _, name = spec.rpartition(":")
@@ -74,6 +72,13 @@ def load_reward_function(
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"--reward_fn {path}: has no function {name!r}")
+    wanted(function)
+    return function
+
+
+def check_fields(function: RewardFunction, of_run: list[str], *datasets: RecordDataset | None) -> None:
+    """Raise InputError if a function asks for what the records of one of the datasets do not have. of_run:
+    what it may ask for besides (``names_of_run``)."""
     asked = wanted(function)
     for data in filter(None, datasets):
         for parameter, p in asked.items():
@@ -82,7 +87,21 @@ def load_reward_function(
                     f"--reward_fn: its parameter {parameter!r} is no key of the records of {data.path}; "
                     f"{keys_found(data.columns)}: rename it, or give it a default"
                 )
-    return function
+
+
+def try_reward_function(
+    function: RewardFunction, data: RecordDataset, of_run: dict[str, int], seconds: float
+) -> None:
+    """Call a function once, with made-up responses to the first prompts. Raises InputError as
+    ``call_reward_function``; the scores themselves are thrown away."""
+    request = Request(
+        prompts=[data[i % len(data)] for i in range(len(MADE_UP))],
+        responses=[*MADE_UP],
+        finished=[True] * len(MADE_UP),
+        lengths=[len(text.split()) for text in MADE_UP],
+        of_run=of_run,
+    )
+    call_reward_function(function, request, seconds)
 
 
 def names_of_run(*datasets: RecordDataset | None) -> list[str]:

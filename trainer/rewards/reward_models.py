@@ -11,7 +11,8 @@ score head is made fp32.
 import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -219,6 +220,21 @@ class RemoteRewardModel(RewardModel):
         return scores
 
 
+@contextmanager
+def named_in_errors(path: str) -> Iterator[None]:
+    """In this block, errors are InputErrors that name this reward model."""
+    where = "cannot be loaded" if Path(path).exists() else "no such folder here, and not loaded from the hub"
+    with quiet(), as_input_error(f"--reward_model {path}: {where}"):
+        yield
+
+
+def check_reward_model(spec: str, trust_remote_code: bool) -> None:
+    """Raise InputError where there is no reward model of this name, or its config cannot be read."""
+    path, _ = parse_spec(spec)
+    with named_in_errors(path):
+        load_config(path, trust_remote_code)
+
+
 def load_reward_model(
     path: str,
     device: torch.device,
@@ -231,8 +247,7 @@ def load_reward_model(
     dtype: of mixed precision. weights: in which linear layers and embeddings are kept, "auto" for that of the
     checkpoint. Raises InputError if it cannot be loaded or is not a reward model.
     """
-    where = "cannot be loaded" if Path(path).exists() else "no such folder here, and not loaded from the hub"
-    with quiet(), as_input_error(f"--reward_model {path}: {where}"):
+    with named_in_errors(path):
         config = load_config(path, trust_remote_code)
         outside = is_from_outside(config)
         classifies = "ForSequenceClassification" in str(config.architectures)
@@ -271,23 +286,28 @@ def parse_spec(text: str) -> tuple[str, float]:
     return path, number
 
 
-def load_reward_models(
-    specs: list[str], args: Namespace, device: torch.device, dtype: torch.dtype
-) -> RewardModels:
-    """["PATH" or "PATH=WEIGHT", …] -> the models with their weights.
-
-    A single model is the part "model"; several are named after their folders, "model_<folder>". args: the
-    flags, for --trust_remote_code and --reward_dtype; dtype: of mixed precision.
-    """
-    loaded: RewardModels = {}
+def named_models(specs: list[str]) -> dict[str, tuple[str, float]]:
+    """["PATH" or "PATH=WEIGHT", …] -> {name of the part: (path, weight)}. A single model is the part "model";
+    several are named after their folders, "model_<folder>"."""
+    found: dict[str, tuple[str, float]] = {}
     for spec in specs:
         path, weight = parse_spec(spec)
         name = "model" if len(specs) == 1 else f"model_{Path(path).name}"
-        while name in loaded:
+        while name in found:
             name += "_"
-        model = load_reward_model(path, device, args.trust_remote_code, dtype, args.reward_dtype)
-        loaded[name] = model, weight
-    return loaded
+        found[name] = path, weight
+    return found
+
+
+def load_reward_models(
+    specs: list[str], args: Namespace, device: torch.device, dtype: torch.dtype
+) -> RewardModels:
+    """Specs as of ``named_models`` -> the models with their weights. args: the flags, for --trust_remote_code
+    and --reward_dtype; dtype: of mixed precision."""
+    return {
+        name: (load_reward_model(path, device, args.trust_remote_code, dtype, args.reward_dtype), weight)
+        for name, (path, weight) in named_models(specs).items()
+    }
 
 
 def models_hash(models: RewardModels) -> str:

@@ -111,7 +111,7 @@ class Run(ABC):
     outputs: list[Path]  # files and folders that the result replaces
     saved_step: int = 0  # after which the weights of the newest checkpoint and of the result are
     save_dtype: SaveDtype
-    start_seconds: float = 0.0  # from the start of the process to the first evaluation or step
+    start_seconds: float = 0.0  # from the beginning of the process until all is loaded and checked
     evaluation_seconds: float = 0.0  # of all evaluations
 
     @property
@@ -136,6 +136,10 @@ class Run(ABC):
     @abstractmethod
     def fingerprints(self) -> dict[str, str]:
         """{flag: a hash of what it names}, which ``--resume`` compares."""
+
+    @abstractmethod
+    def text_fingerprints(self) -> dict[str, str]:
+        """Those of ``fingerprints`` that need no model."""
 
     def facts(self) -> dict[str, Any]:
         """{name: value}: what health.py and the report read of a run's start."""

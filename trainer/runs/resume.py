@@ -31,6 +31,9 @@ REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other pla
 Config = dict[str, Any]  # what config.json has
 BY_DATA = ("critic_warmup_steps", "reasoning")  # flags that the prompts choose where they are not given
 CHOSEN = "missing_eos_penalty"  # the flag that a run chooses when it begins, where it is not given
+BY_MODEL = (CHOSEN, "learning_rate", "critic_learning_rate")  # flags that are chosen once it is loaded
+LOCK = ".lock.held"  # on Windows nobody can read a locked file, so another one names the process:
+OWNER = ".lock"
 WRITTEN = [
     "metrics.jsonl",
     "samples.jsonl",
@@ -86,22 +89,9 @@ class RunFolder:
                 except FileExistsError:  # another new run has just taken this number
                     if named:
                         raise InputError(f"{self.path}: is a file; give another --run_name") from None
-            # Until this process ends or dies. On Windows nobody can read a locked file, so another one names
-            # the process.
-            self._held = FileLock(self.path / ".lock.held", thread_local=False)
-            owner = self.path / ".lock"
-            try:
-                self._held.acquire(timeout=0)
-            except Timeout:
-                raise InputError(
-                    f"{self.path} is in use by {owner.read_text('utf-8')}; stop that process or name another "
-                    "run"
-                ) from None
-            owner.write_text(f"process {os.getpid()} on {platform.node()}", "utf-8")
-        if not resume and (found or (self.path / "config.json").exists()):
-            raise InputError(
-                f"--run_name {run_name}: {self.path} holds a run; add --resume auto or change the name"
-            )
+            self._held = lock(self.path)  # until this process ends or dies
+            (self.path / OWNER).write_text(f"process {os.getpid()} on {platform.node()}", "utf-8")
+        check_free(self.path, run_name, resume)
         self.checkpoint, self.notes = checkpoints.newest_intact(found)
         if resume and not found:
             self.notes.append(f"note: --resume: no checkpoint in {self.path}, so it begins at step 1")
@@ -116,7 +106,7 @@ class RunFolder:
         """Remove the folder of a run that has learned nothing -> whether it is gone, and its number free
         again. It stays if it was there before this run, or holds more than the line of a step 0 that was not
         evaluated, such as a file of a tracker or the user."""
-        own = ("config.json", ".lock", ".lock.held")
+        own = ("config.json", OWNER, LOCK)
         others = [path for path in self.path.iterdir() if path.name not in own]
         if not self._found and sum(path.stat().st_size for path in others) <= len('{"step": 0}\n'):
             shutil.rmtree(self.path, ignore_errors=True)
@@ -124,6 +114,29 @@ class RunFolder:
 
     def close(self) -> None:
         self._held.release()
+
+
+def lock(folder: Path) -> FileLock:
+    """-> the lock of a run folder, now of this process. InputError where another one has it."""
+    held = FileLock(folder / LOCK, thread_local=False)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        owner = (folder / OWNER).read_text("utf-8")
+        raise InputError(f"{folder} is in use by {owner}; stop that process or name another run") from None
+    return held
+
+
+def check_free(folder: Path, run_name: str, resume: str) -> None:
+    """Raise InputError where a folder holds a run that is not to be resumed, or no run but files that a run
+    would replace."""
+    if (folder / "config.json").exists() or checkpoints.list_checkpoints(folder):
+        if not resume:
+            raise InputError(
+                f"--run_name {run_name}: {folder} holds a run; add --resume auto or change the name"
+            )
+    elif others := [name for name in WRITTEN if (folder / name).exists()]:
+        raise InputError(f"{folder / others[0]}: is of no run; give another --run_name")
 
 
 def choose(out_dir: Path, run_name: str, resume: str, kind: str) -> tuple[Path, list[Path]]:
@@ -147,12 +160,41 @@ def choose(out_dir: Path, run_name: str, resume: str, kind: str) -> tuple[Path, 
 # ------------------------------------------------------------------------------------- is it the same run?
 
 
+def check_resume(run: Run, fingerprints: Config | None = None) -> None:
+    """Raise InputError, having written nothing, where the folder of this run is not to be had, or holds
+    another run as far as its flags tell. fingerprints: what else is known so far (``Run.fingerprints``), if
+    the data were read. What the models decide is compared later: ``write_config``."""
+    args = run.args
+    with writing(f"--out_dir {args.out_dir}"):
+        folder, found = choose(Path(args.out_dir), args.run_name, args.resume, run.display.folder)
+        if (folder / LOCK).exists():
+            lock(folder).release()
+    check_free(folder, args.run_name, args.resume)
+    held = folder / "config.json"
+    if not (found or held.exists()):
+        return
+    with as_input_error(f"--resume: {held} does not fit"):
+        old = json.loads(held.read_bytes())
+        new = {name: old.get(name, flag.default) for name, flag in args.declared.items()}
+        for name, value in vars(args).items():
+            later = (name in BY_DATA and not fingerprints) or (name in BY_MODEL and value is None)
+            if not later:
+                new[name] = value
+        new |= {"script": run.script, "processes": run.world.size}
+        new["fingerprints"] = old["fingerprints"] | (fingerprints or {})
+        check_same_run(old, old | new, args.declared)
+    if old.get("saved") and not found:
+        raise InputError(
+            f"--resume: {folder} has lost its checkpoints, and to begin again would erase its logs; give "
+            "another --run_name, or remove the folder"
+        )
+
+
 def write_config(run: Run, folder: RunFolder) -> None:
     """Write the run folder's ``config.json``: every flag, and what else influences the result.
 
     If there is one already, compare the two first: InputError if it belongs to another run; differences that
-    are allowed are added to the folder's notes. InputError too if the run has lost its checkpoints, or if
-    there is none and files of other programs would be replaced.
+    are allowed are added to the folder's notes.
     """
     config = {
         **vars(run.args),
@@ -184,13 +226,6 @@ def write_config(run: Run, folder: RunFolder) -> None:
             before = old.get("facts", {}).get("evaluated_by", {})
             for kind, sources in config["facts"]["evaluated_by"].items():
                 sources[:] = sources_so_far(before.get(kind, []), sources[0][1], first)
-        if old.get("saved") and not folder.checkpoint:
-            raise InputError(
-                f"--resume: {folder.path} has lost its checkpoints, and to begin again would erase its logs; "
-                "give another --run_name, or remove the folder"
-            )
-    elif others := [name for name in WRITTEN if (folder.path / name).exists()]:
-        raise InputError(f"{folder.path / others[0]}: is of no run; give another --run_name")
     folder.config = config
     folder.write_config()
 
