@@ -291,7 +291,7 @@ def run_compare(args, results):
             if case in found:
                 continue
             out = args.folder / "compare" / case.replace(" ", "_")
-            if who == "TRL GRPO":
+            if who == "TRL":
                 trained = train_peer(args.peer_python, args.folder, out, args.threads, args.task, seed, rate)
             else:
                 more = {"learning_rate": rate} | (RLOO if who == "RLOO" else {})
@@ -313,8 +313,8 @@ def main():
     parser.add_argument(
         "--who",
         type=json.loads,
-        default={"PPO": 1.3e-5, "RLOO": 1.3e-5, "TRL GRPO": 1.3e-5},
-        help="JSON: {trainer: learning rate}",
+        default={"PPO": 1.3e-5, "RLOO": 1.3e-5, "TRL": 1.3e-5},
+        help="JSON: {trainer: learning rate of the policy}; TRL: its GRPO",
     )
     args = parser.parse_args()
     if args.what == "make":
