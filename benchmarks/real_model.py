@@ -170,7 +170,7 @@ class Measure:
         self.tokenizer = load_tokenizer(str(folder / "model"))
         data = RLAIFDataset(str(folder / f"{task}_eval.jsonl"), self.tokenizer, 256, keys=Keys())
         self.prompts = [data[i] for i in range(len(data))]
-        self.function = load_reward_function(f"{folder / task}_reward.py:score", [], data)
+        self.function = load_reward_function(f"{folder / task}_reward.py:score")
 
     @torch.no_grad()
     def __call__(self, path):
@@ -189,7 +189,7 @@ class Measure:
             found[f"score{kind}"] = sum(scores) / len(scores)
             if self.task == "sums":
                 answered = zip(texts, self.prompts, strict=True)
-                found[f"accuracy{kind}"] = sum(is_correct(t, p.answer) for t, p in answered) / len(ids)
+                found[f"accuracy{kind}"] = sum(is_correct(t, p.answer, False) for t, p in answered) / len(ids)
             found[f"finished{kind}"] = rollout.finished.float().mean().item()
             found[f"length{kind}"] = rollout.response_len.float().mean().item()
             if not temperature:
@@ -285,6 +285,7 @@ def run_compare(args, results):
     found = results["compare"].setdefault(args.task, {})
     if "before" not in found:
         found["before"] = measure(args.folder / "model")
+        write_results("real_model", results)
     for seed in args.seeds:
         for who, rate in args.who.items():
             case = f"{who}, {rate:g}, seed {seed}"
