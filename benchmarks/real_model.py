@@ -229,6 +229,7 @@ def train_here(out, threads, flags):
 
 def train_peer(python, folder, out, threads, task, seed, rate):
     """One run of TRL's GRPO -> (its result, CPU seconds)."""
+    out.mkdir(parents=True, exist_ok=True)
     request = {"folder": str(folder.resolve()), "out": str(out), "task": task, "seed": seed, "rate": rate}
     request |= {"length": LENGTH[task], "answers": ANSWERS, **SIZES}
     script = [python, ROOT / "benchmarks/real_model_trl.py", json.dumps(request)]

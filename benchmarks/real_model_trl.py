@@ -42,7 +42,7 @@ def main(request):
     with open(f"{folder}/{task}_train.jsonl", encoding="utf-8") as file:
         records = [record_of(json.loads(line)) for line in file]
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
-    data = f"{request['out']}.jsonl"
+    data = f"{request['out']}/data.jsonl"
     with open(data, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
     per_batch = request["batch_size"] // request["mini_batch_size"]
