@@ -41,7 +41,7 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
     },
     "trainer/options/missing_eos.py": {
-        EXACTLY: ["penalty = UNKNOWN if spread <= LEAST_SPREAD else float(f'{spread:.2g}')"]
+        EXACTLY: ["penalty = UNKNOWN if found.std <= LEAST_SPREAD else float(f'{found.std:.2g}')"]
     },
     "trainer/ppo.py": {
         "float32 is the default": ["rewards = torch.zeros(mask.shape, device=mask.device)"],
