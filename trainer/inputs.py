@@ -89,8 +89,8 @@ LAM_OF_SHORT = 0.95  # the lambda that suited such answers best
 # (trained parameters, peak learning rate). Between two points the line is straight in logarithms of both,
 # beyond the ends it is level. Where the numbers come from: docs/ppo.md, "Learning rates".
 SUITED = {
-    "actor": ((1.3e6, 5e-4), (4.9e6, 2e-4), (2.25e7, 3e-5), (5e8, 1e-6), (8e9, 5e-7)),
-    "critic": ((1.3e6, 5e-4), (4.9e6, 5e-4), (2.25e7, 2e-4), (5e8, 1e-5), (8e9, 9e-6)),
+    "actor": ((1.3e6, 5e-4), (4.9e6, 2e-4), (2.25e7, 3e-5), (1.345e8, 3e-5), (5e8, 1e-6), (8e9, 5e-7)),
+    "critic": ((1.3e6, 5e-4), (4.9e6, 5e-4), (2.25e7, 2e-4), (1.345e8, 3.6e-5), (5e8, 1e-5), (8e9, 9e-6)),
     "sft": ((1.3e6, 2e-3), (5e8, 2e-5), (8e9, 5e-6)),
     "reward": ((1.3e6, 1e-3), (5e8, 1e-5), (8e9, 5e-6)),
 }
