@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from dataset.answers import comparable
+from dataset.answers import Answer, comparable
 from dataset.chat_template import Ids, Thinking, conversation_ids, encode, learned_pieces, prompt_text, unmark
 from dataset.formats import (
     BY_FORM,
@@ -181,7 +181,7 @@ class Prompt:
 
     index: int
     prompt: Asked  # reward models apply their own templates
-    answer: str | None
+    answer: Answer | None
     prompt_ids: Ids
     record: Record
     text: str

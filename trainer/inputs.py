@@ -17,6 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dataset.answers import alternatives
 from dataset.chat_template import (
     load_thinking,
     own_system,
@@ -216,7 +217,7 @@ def choose_reasoning(args: Flags, prompts: Prompts) -> str | None:
     if args.reasoning is not None:
         return None
     first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
-    answers = list(filter(None, (getattr(p, "response", p.answer) for p in first)))
+    answers = [text for p in first for text in alternatives(getattr(p, "response", p.answer) or [])]
     count = sum(ANSWER in text for text in answers)
     args.reasoning = int(count >= max(1, SHARE * len(answers)))
     if not args.reasoning:

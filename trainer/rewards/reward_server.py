@@ -1,6 +1,6 @@
 """A reward server: responses are scored over HTTP, in the JSON that OpenRLHF's remote reward models use.
 
-    POST {"query": [prompt + response], "prompts": [prompt], "labels": [answer or null]}
+    POST {"query": [prompt + response], "prompts": [prompt], "labels": [answer, a list of them, or null]}
       -> {"rewards": [number, …]}
 
 Prompts are texts as the policy reads them, chat template included. The request also has "responses" (texts)
