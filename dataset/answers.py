@@ -23,13 +23,14 @@ Numbers = set[Fraction]  # what a number may mean: {50, 1/2} for 50%; none for w
 SECONDS = 5  # for one comparison of formulas
 WORDS, LONGEST = 5, 40  # of an answer that a response can equal; characters, because Chinese has no spaces
 
+UNWRAP = (r"\\(?:text|math|mbox)[a-z]*\{([^{}]*)\}", r"\1")
 PART = r"(?:\{\s*(-?[\d.]+)\s*\}|(\d))"  # of a fraction in LaTeX
 SPELLINGS: list[tuple[str, str | Callable[[re.Match], str]]] = [  # to be replaced in this order, by what
     (r"\\[!()\[\]]|\\(?:left|right|displaystyle)(?![a-z])|\\?[$€£¥]", ""),
-    *[(r"\\(?:text|math|mbox)[a-z]*\{([^{}]*)\}", r"\1")] * 3,  # one in another
+    (r"\{,\}", ","),
+    *[UNWRAP] * 2,  # one in another
     ("[\u2010-\u2013\u2212\ufe63\uff0d]", "-"),
     ("’", "'"),
-    (r"\{,\}", ","),
     ("\\\\[,;: ]|[\u00a0\u2007\u202f]", "\u2009"),  # spaces that part thousands; a plain one does not
     (
         "(?<![\\d.,'_])[1-9]\\d{0,2}([,'_\u2009])\\d{3}(?:\\1\\d{3})*(?![,'_]?\\d)",
@@ -40,6 +41,7 @@ SPELLINGS: list[tuple[str, str | Callable[[re.Match], str]]] = [  # to be replac
     (r"(?<=[A-Za-z])\^\{?-?\d+\}?", ""),  # of a unit, as in cm^2
     (r"(?<=\d)\s*(?=\\[a-z]*frac|[¼-¾⅐-⅞])", " "),  # 1½ is 1 1/2
     (rf"\\[a-z]*frac\s*{PART}\s*{PART}", r"\1\2/\3\4"),
+    UNWRAP,
     ("[¼-¾⅐-⅞]", lambda one: normalize("NFKC", one[0])),
     ("[⁄∕／]", "/"),
 ]
@@ -56,7 +58,8 @@ LAST = rf"{WHOLE}\D*\Z"
 ALONE = rf"\A{WHOLE}\.?\Z"
 # In a box it comes after "=", with no more than words beside it, such as a unit. 3x is none.
 EQUATION = r"(?:(?:(?!\bor\b|\band\b)[^,;])*(?:=|≈|\\approx))?+"
-IN_A_BOX = rf"\A{EQUATION}[^\d\\{{}}^+*/|<>-]*?(?<![A-Za-z_]){WHOLE}(?![A-Za-z]\b)[^\d\\{{}}^+*|<>!]*\Z"
+IN_A_BOX = rf"\A{EQUATION}[^\d\\{{}}^+*/|<>-]*?(?<![A-Za-z_])(?<![A-Za-z]\()"
+IN_A_BOX += rf"{WHOLE}(?![A-Za-z]\b)[^\d\\{{}}^+*|<>!]*\Z"
 FORMULA = r"[\d\\^*+=/]"  # in a formula there is one of these, in words there is none
 IN_BRACES = r"[^{}]*"
 for _ in range(4):  # braces in braces
@@ -107,8 +110,9 @@ def gives(text: str, answer: str, whole: bool) -> bool:
         return right == found if len(right) == len(found) else bool(right & found)
     if plain(said) == plain(wanted):
         return True
-    formula = re.search(FORMULA, wanted) and find_spec("math_verify")
-    return bool(formula) and formulas_equal(f"${wanted}$", f"${said}$" if whole else text)
+    if not re.search(FORMULA, wanted) or not compares_formulas():
+        return False
+    return formulas_equal(f"${wanted}$", f"${said}$" if whole else text)
 
 
 def without_solution(answer: str) -> str:
@@ -134,6 +138,17 @@ def comparable(answer: Answer) -> bool:
 
 # ---------------------------------------------------------------- formulas
 
+
+def compares_formulas() -> bool:
+    """Is math-verify installed?"""
+    return find_spec("math_verify") is not None
+
+
+def is_formula(answer: Answer) -> bool:
+    """Is there LaTeX in the answer that is more than a number?"""
+    return any("\\" in plain(text) for text in alternatives(answer))
+
+
 _idle: list[subprocess.Popen[str]] = []  # processes that compare, to be used again
 
 
@@ -143,7 +158,7 @@ def formulas_equal(right: str, said: str) -> bool:
         comparer = _idle.pop()
     else:
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        command = [sys.executable, __file__]
+        command = [sys.executable, __file__, str(SECONDS)]
         comparer = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True)
     print(json.dumps([right, said]), file=comparer.stdin, flush=True)
     assert comparer.stdout
@@ -161,7 +176,7 @@ def compare_formulas() -> None:
     from math_verify import parse, verify
 
     for line in sys.stdin:
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        faulthandler.dump_traceback_later(int(sys.argv[1]), exit=True)
         right, said = (parse(text, parsing_timeout=None) for text in json.loads(line))
         print(verify(right, said, timeout_seconds=None), flush=True)
         faulthandler.cancel_dump_traceback_later()

@@ -119,6 +119,18 @@ def test_a_file_has_an_accuracy_where_half_of_its_answers_can_be_compared(short,
     assert not without.has_accuracy and accuracy_note(without) is accuracy_note(None) is None
 
 
+def test_formulas_have_a_line_that_names_the_library_that_compares_them(tmp_path, monkeypatch):
+    records = [
+        {"prompt": "a", "answer": answer} for answer in (r"\sqrt{2}", r"\frac{1}{2}", ["5", r"\pi"], "C")
+    ]
+    held_out = RLAIFDataset(write_jsonl(tmp_path / "held_out.jsonl", records), word_tokenizer(WORDS), 64)
+    (tmp_path / "math_verify.py").touch()
+    assert accuracy_note(held_out).startswith("accuracy 2 held-out answers are formulas")
+    assert "pip install 'math-verify[" in accuracy_note(held_out)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert accuracy_note(held_out) is None
+
+
 def test_processes_share_the_prompts():
     shares = [World(rank, 3, torch.device("cpu")).share_of(range(7)) for rank in range(3)]
     assert sorted(place for share in shares for place in share) == list(range(7))

@@ -89,7 +89,8 @@ NAMED = {  # name: (record, keys, prompt, answer)
     "both": ({"problem": "hi", "solution": "5"}, Keys("problem", "solution"), "hi", "5"),
     "paths": (NESTED, Keys("extra_info.question", "extra_info.answer"), "hi", "5"),
     "a turn": ({"prompt": "hi", "gold": [A]}, Keys("", "gold"), [U], "5"),
-    "no text, beside turns": ({"messages": [U, A], "gold": ["6"]}, Keys("", "gold"), [U], '["6"]'),
+    "no text, beside turns": ({"messages": [U, A], "gold": {"x": 6}}, Keys("", "gold"), [U], '{"x": 6}'),
+    "a list of one, beside turns": ({"messages": [U, A], "gold": ["6"]}, Keys("", "gold"), [U], "6"),
     "the prompt beside no text": ({"q": [U], "answer": {"x": 5}}, Keys("q"), [U], '{"x": 5}'),
     "a name with a dot": ({"a.b": "hi", "a": {"b": "no"}}, Keys("a.b"), "hi", None),
 }
