@@ -123,8 +123,9 @@ def token_places(
     offsets: Sequence[int], text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
     """Character offsets in the text of a response -> the places of their tokens. The token of a character is
-    the first after which the decoded text reaches and includes it. The end of the text, or a character that
-    only the whole decodes to: the last token."""
+    the first after which the decoded text reaches and includes it, even where it is gone again while the
+    next character is incomplete (byte fallback). The end of the text, or a character that only the whole
+    decodes to: the last token."""
 
     @cache
     def decoded(count):
@@ -134,6 +135,16 @@ def token_places(
         if offset >= len(text):
             return len(ids) - 1
         wanted = text[: offset + 1]
-        return bisect_left(range(1, len(ids)), True, key=lambda count: decoded(count)[: offset + 1] == wanted)
+        found = bisect_left(
+            range(1, len(ids)), True, key=lambda count: decoded(count)[: offset + 1] == wanted
+        )
+        for count in range(
+            found, 0, -1
+        ):  # tokens; an incomplete character is as long as its bytes, or longer
+            if len(decoded(count)) <= offset:
+                break
+            if decoded(count)[: offset + 1] == wanted:
+                found = count - 1
+        return found
 
     return [place(offset) for offset in offsets]

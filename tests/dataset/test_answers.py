@@ -14,7 +14,12 @@ from tiny import ROOT
 
 from dataset.answers import ALONE, Numbers, alternatives, comparable, final, gives, is_formula
 
-PAGE = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").partition("### How answers are compared")[2]
+PAGE = (
+    (ROOT / "docs/metrics.md")
+    .read_text(encoding="utf-8")
+    .partition("### How answers")[2]
+    .partition("\n## ")[0]
+)
 ROWS = re.findall(r"^\| `([^`]+)` \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
 
 
