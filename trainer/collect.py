@@ -5,7 +5,7 @@ from argparse import Namespace
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -98,7 +98,20 @@ def raw_scores(run: Any, reward: Reward, batch: Batch) -> RawScores:
         lengths = batch.rollout.layout.response_len
         known = {"step": run.progress.step, "total_steps": run.total_steps}
         of_run = {name: known[name] for name in run.names_of_run}
-        return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths, of_run))
+        prompts = joined(batch, run.tokenizer) if run.args.reward_url else batch.prompts
+        return reward.raw_scores(Request(prompts, batch.texts, finished, lengths, of_run))
+
+
+def joined(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The batch's prompts; their texts end with the space with which the response begins where its own text
+    has none, as with Llama 2's tokenizer. So prompt and response together are the text that was sampled."""
+    found = []
+    for prompt, ids in zip(batch.prompts, batch.rollout.responses(), strict=True):
+        before = decode(tokenizer, prompt.prompt_ids)
+        behind = decode(tokenizer, [*prompt.prompt_ids, *ids[:1]])[len(before) :]
+        space = behind.startswith(" " + decode(tokenizer, ids[:1])) and not prompt.text.endswith(" ")
+        found.append(replace(prompt, text=prompt.text + " ") if space else prompt)
+    return found
 
 
 # ---------------------------------------------------------------------------- rewards of steps in a response
