@@ -23,28 +23,26 @@ Numbers = set[Fraction]  # what a number may mean: {50, 1/2} for 50%; none for w
 SECONDS = 5  # for one comparison of formulas
 WORDS, LONGEST = 5, 40  # of an answer that a response can equal; characters, because Chinese has no spaces
 
-UNWRAP = (r"\\(?:text|math|mbox)[a-z]*\{([^{}]*)\}", r"\1")
 PART = r"(?:\{\s*(-?[\d.]+)\s*\}|(\d))"  # of a fraction in LaTeX
-SPELLINGS: list[tuple[str, str | Callable[[re.Match], str]]] = [  # to be replaced in this order, by what
-    (r"\\[!()\[\]]|\\(?:left|right|displaystyle)(?![a-z])|\\?[$€£¥]", ""),
-    (r"\{,\}", ","),
-    *[UNWRAP] * 2,  # one in another
-    ("[\u2010-\u2013\u2212\ufe63\uff0d]", "-"),
-    ("’", "'"),
-    ("\\\\[,;: ]|[\u00a0\u2007\u202f]", "\u2009"),  # spaces that part thousands; a plain one does not
-    (
-        "(?<![\\d.,'_])[1-9]\\d{0,2}([,'_\u2009])\\d{3}(?:\\1\\d{3})*(?![,'_]?\\d)",
-        lambda number: number[0].replace(number[1], ""),
+# How numbers are written -> how they are written plainly, to be replaced in this order.
+SPELLINGS: dict[str, str | Callable[[re.Match], str]] = {
+    r"\\[!()\[\]]|\\(?:left|right|displaystyle)(?![a-z])|\\?[$€£¥]": "",
+    r"\{,\}": ",",
+    r"\\(?:text|math|mbox)[a-z]*\{([^{}]*)\}": r"\1",
+    "[\u2010-\u2013\u2212\ufe63\uff0d]": "-",
+    "’": "'",
+    "\\\\[,;: ]|[\u00a0\u2007\u202f]": "\u2009",  # spaces that part thousands; a plain one does not
+    "(?<![\\d.,'_])[1-9]\\d{0,2}([,'_\u2009])\\d{3}(?:\\1\\d{3})*(?![,'_]?\\d)": (
+        lambda number: number[0].replace(number[1], "")
     ),
-    (r"\s?(?:\\?%|％|per ?cent\b)", "%"),
-    (r"\^\{?\\circ\}?", "°"),
-    (r"(?<=[A-Za-z])\^\{?-?\d+\}?", ""),  # of a unit, as in cm^2
-    (r"(?<=\d)\s*(?=\\[a-z]*frac|[¼-¾⅐-⅞])", " "),  # 1½ is 1 1/2
-    (rf"\\[a-z]*frac\s*{PART}\s*{PART}", r"\1\2/\3\4"),
-    UNWRAP,
-    ("[¼-¾⅐-⅞]", lambda one: normalize("NFKC", one[0])),
-    ("[⁄∕／]", "/"),
-]
+    r"\s?(?:\\?%|％|per ?cent\b)": "%",
+    r"\^\{?\\circ\}?": "°",
+    r"(?<=[A-Za-z])\^\{?-?\d+\}?": "",  # of a unit, as in cm^2
+    r"(?<=\d)\s*(?=\\[a-z]*frac|[¼-¾⅐-⅞])": " ",  # 1½ is 1 1/2
+    rf"\\[a-z]*frac\s*{PART}\s*{PART}": r"\1\2/\3\4",
+    "[¼-¾⅐-⅞]": lambda one: normalize("NFKC", one[0]),
+    "[⁄∕／]": "/",
+}
 
 # In plain text. A number is whole, or it is none: digits with another point, comma, colon, slash or power
 # beside them (1.234,5 or 10:30 or 2^3) are no number, nor are those in the braces of LaTeX. The minus of 10-3
@@ -69,8 +67,9 @@ MARK = re.compile(rf"####([^\n]*)|\\(?:boxed|fbox)\s*\{{({IN_BRACES})\}}|<answer
 
 def plain(text: str) -> str:
     """The text with its numbers written plainly: no LaTeX, signs of currencies or separators of thousands."""
-    for spelling, plainly in SPELLINGS:
-        text = re.sub(spelling, plainly, text)
+    for _ in range(2):  # one in another, such as a fraction in \text{…}
+        for spelling, plainly in SPELLINGS.items():
+            text = re.sub(spelling, plainly, text)
     return text.strip()
 
 

@@ -106,10 +106,10 @@ def joined(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """The batch's prompts; their texts end with the space with which the response begins where its own text
     has none, as with Llama 2's tokenizer. So prompt and response together are the text that was sampled."""
     found = []
-    for prompt, ids in zip(batch.prompts, batch.rollout.responses(), strict=True):
+    for prompt, ids, text in zip(batch.prompts, batch.rollout.responses(), batch.texts, strict=True):
         before = decode(tokenizer, prompt.prompt_ids)
-        behind = decode(tokenizer, [*prompt.prompt_ids, *ids[:1]])[len(before) :]
-        space = behind.startswith(" " + decode(tokenizer, ids[:1])) and not prompt.text.endswith(" ")
+        behind = decode(tokenizer, [*prompt.prompt_ids, *ids])[len(before) :]
+        space = behind.startswith(" " + text) and not prompt.text.endswith(" ")
         found.append(replace(prompt, text=prompt.text + " ") if space else prompt)
     return found
 
