@@ -97,6 +97,9 @@ def test_accuracy_is_of_the_answers_that_a_response_can_equal(monkeypatch):
         ("72", "72", 1, False),  # no answer block
         (RIGHT.format("Paris"), "Paris", 1, True),
         (RIGHT.format(72) + " 5", "72", 1, True),
+        ("It is 72", ["71", "72"], 0, True),  # each of a list is right
+        ("It is 70", ["71", "72"], 0, False),
+        (RIGHT.format("two"), ["2", "two"], 1, True),
     ],
 )
 def test_what_is_compared_with_the_answer(response, answer, reasoning, right):
