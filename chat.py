@@ -106,7 +106,7 @@ class Speaker:
 
     def text_of(self, ids: list[int]) -> tuple[str, bool]:
         """The text of an answer up to a stop string, and whether there is one."""
-        text = decode(self.tokenizer, ids)
+        text = decode(self.tokenizer, [i for i in ids if i not in self.eos])
         ends = [text.index(stop) for stop in self.stops if stop in text]
         return text[: min(ends, default=None)], bool(ends)
 
@@ -128,7 +128,7 @@ class Speaker:
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=limit,
             stopping_criteria=[stops] if self.stops else [],
-            # As ``decode``: to clean up spaces would change what has been shown.
+            # To clean up spaces would change what has been shown.
             streamer=TextStreamer(
                 self.tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False
             ),

@@ -3,7 +3,8 @@
 A record is read by the first of these keys that it has, so a file may mix forms (examples: docs/data.md):
 
     prompt     PROMPTS, or instruction and input beside an output, or text
-    answer     ANSWERS, or the last turn of the prompt, or verl's reward_model.ground_truth (to compare with)
+    answer     ANSWERS, or the last turn of the prompt, or verl's reward_model.ground_truth (to compare with);
+               to compare with, a list is several right answers
     pairs      chosen, rejected; rated answers: score beside an answer
 
 What fits no form raises ``InputError``; ``located`` in record_files.py puts file and line before it.
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from dataset.answers import without_solution
+from dataset.answers import Answer, without_solution
 from errors import InputError
 
 Record = dict[str, Any]
@@ -27,9 +28,9 @@ Asked = Messages | str  # a prompt; a transcript stays text up to its last "Assi
 Answered = tuple[Asked, str]
 Parted = tuple[Asked, str | None]  # a prompt and its answer, if there is one
 
-NAMED_PROMPT = "--prompt_key"  # under this name ``named`` puts the prompt; no file has it
+NAMED_PROMPT, NAMED_ANSWER = "--prompt_key", "--answer_key"  # where ``named`` puts them; no file has these
 PROMPTS = (NAMED_PROMPT, "conversations", "messages", "user_input", "prompt", "question")
-ANSWERS = ("answer", "completion", "output")
+ANSWERS = (NAMED_ANSWER, "answer", "completion", "output")
 NO_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # parts of prompts for other models
 PLACEHOLDERS = ("", "空", "无")  # MiniMind's prompt files have these as the last turn, in place of an answer
 SHOWN = 200  # characters of the keys that an error message lists
@@ -91,35 +92,33 @@ def named(record: Record, keys: Keys) -> Record:
             value = value.get(part) if isinstance(value, dict) else None
         if value is None:
             raise InputError(f'no "{key[:80]}" (--{name}_key); {keys_found(record)}')
-        if name == "answer" and not _is_turns(value):
-            value = _as_text(value)
-        found[NAMED_PROMPT if name == "prompt" else name] = value
+        found[{"prompt": NAMED_PROMPT, "answer": NAMED_ANSWER}.get(name, name)] = value
     return found
 
 
-def to_prompt(record: Record) -> Parted:
+def to_prompt(record: Record) -> tuple[Asked, Answer | None]:
     """A record of any form -> (prompt, answer or None). Raises InputError.
 
     The answer of verl's records is the ground truth. Of a solution that ends with "#### 72", as GSM8K's do,
-    the answer is "72".
+    the answer is "72". Each text of a list is right; an empty list is no answer.
     """
+    said = _first(record, ANSWERS)
+    is_list = isinstance(said, list) and not _is_turns(said)
+    if is_list:
+        record = {name: None if name in ANSWERS else value for name, value in record.items()}
     prompt, answer = _prompt_and_answer(record)
+    accepted = said if is_list and said else [answer]
     match record:
-        case {"reward_model": {"ground_truth": truth}} if answer is None and truth is not None:
-            answer = _as_text(truth)
-    return prompt, without_solution(answer) if answer else None
+        case {"reward_model": {"ground_truth": truth}} if accepted == [None]:
+            accepted = truth if isinstance(truth, list) else [truth]
+    texts = [without_solution(_as_text(text)) for text in accepted if text not in (None, "")]
+    return prompt, texts[0] if len(texts) == 1 else texts or None
 
 
 def to_demonstration(record: Record) -> tuple[Asked | None, str]:
     """A record -> (prompt, answer), or (None, text) if the whole text is to be learned. Raises InputError.
     A ground truth of verl's is no answer to learn."""
     prompt, answer = _prompt_and_answer(record)
-    said = _first(record, ANSWERS)
-    if isinstance(said, list) and answer == _as_text(said):  # accepted answers, or a better and a worse one
-        raise InputError(
-            "the answer is a list, not one text to learn; write one answer in each line, or name the key "
-            "with --answer_key to learn the list as JSON"
-        )
     if answer and answer.strip():
         return prompt, answer
     if isinstance(prompt, str) and prompt == record.get("text") and not is_transcript(prompt):
@@ -167,7 +166,7 @@ def to_rated(record: Record) -> tuple[list[Answered], float]:
 
 def keys_found(record: Record) -> str:
     """The keys of a record, for an error message."""
-    names = json.dumps([name for name in record if name != NAMED_PROMPT], ensure_ascii=False).strip("[]")
+    names = json.dumps([name for name in record if not name.startswith("--")], ensure_ascii=False).strip("[]")
     return f"keys found: {names[:SHOWN]}"
 
 
@@ -204,11 +203,17 @@ def is_pair(record: Record) -> bool:
 
 
 def _is_turns(said: Any) -> bool:
-    return isinstance(said, list) and all(isinstance(turn, dict) for turn in said)
+    return isinstance(said, list) and bool(said) and all(isinstance(turn, dict) for turn in said)
 
 
 def _as_text(answer: Any) -> str:
-    """Text as it is, anything else as JSON."""
+    """Text as it is, the only one of a list, anything else as JSON. Raises InputError for several."""
+    if isinstance(answer, list):
+        if len(answer) != 1:
+            raise InputError(
+                f"an answer is a list of {len(answer)} texts, where one is needed; write one in each line"
+            )
+        return _as_text(answer[0])
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
 
 
@@ -217,7 +222,7 @@ def _prompt_and_answer(record: Record) -> Parted:
     answer: str | None
     said = _first(record, ANSWERS)
     if {"messages", "conversations"} & record.keys() and not (
-        isinstance(said, str | int | float) or _is_turns(said)
+        NAMED_ANSWER in record or isinstance(said, str | int | float) or _is_turns(said)
     ):
         said = None  # something else beside a conversation, such as a list of accepted answers
     if is_pair(record):

@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from dataset.answers import comparable
+from dataset.answers import Answer, comparable, is_formula
 from dataset.chat_template import Ids, Thinking, conversation_ids, encode, learned_pieces, prompt_text, unmark
 from dataset.formats import (
     BY_FORM,
@@ -181,7 +181,7 @@ class Prompt:
 
     index: int
     prompt: Asked  # reward models apply their own templates
-    answer: str | None
+    answer: Answer | None
     prompt_ids: Ids
     record: Record
     text: str
@@ -195,13 +195,14 @@ class Prompt:
 class RLAIFDataset(RecordDataset[Prompt]):
     """Prompts for PPO. Takes records of every format and uses their prompts only.
 
-    ``answers``, ``comparable_answers``: of the records read at the start, those with an answer, and those
-    with one that a response can equal (``comparable`` in answers.py).
+    ``answers``, ``comparable_answers``, ``formulas``: of the records read at the start, those with an answer,
+    those with one that a response can equal (``comparable`` in answers.py), and those of them with a formula.
     """
 
     thinking: Thinking | None = None
     answers = 0
     comparable_answers = 0
+    formulas = 0
 
     @property
     def has_accuracy(self) -> bool:
@@ -212,6 +213,7 @@ class RLAIFDataset(RecordDataset[Prompt]):
         if item.answer is not None:
             self.answers += 1
             self.comparable_answers += comparable(item.answer)
+            self.formulas += comparable(item.answer) and is_formula(item.answer)
 
     def item(self, i: int, record: Record) -> Prompt:
         prompt, answer = to_prompt(named(record, self.keys))

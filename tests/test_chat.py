@@ -305,6 +305,10 @@ def test_stop_strings_and_special_tokens_can_be_given(out, tmp_path, capsys):
     assert "cut after" not in capsys.readouterr().err
     one = speaker(path, stop=["</s>"])
     assert one.stops == [] and one.eos == {0}
+    one.tokenizer.add_tokens(["<|eot|>", "[ANS]"], special_tokens=True)
+    ids = one.tokenizer.get_vocab()
+    one.eos = {ids["<|eot|>"]}  # of the generation config; the tokenizer does not know what it is for
+    assert one.text_of([ids[name] for name in ("w1", "[ANS]", "<|eot|>")]) == ("w1 [ANS]", False)
     model = talker(TOKENIZER)
     model.generation_config.stop_strings = "w1 w2"  # a checkpoint may have one text
     assert speaker(saved(model, tmp_path)).stops == ["w1 w2"]

@@ -97,6 +97,9 @@ def test_accuracy_is_of_the_answers_that_a_response_can_equal(monkeypatch):
         ("72", "72", 1, False),  # no answer block
         (RIGHT.format("Paris"), "Paris", 1, True),
         (RIGHT.format(72) + " 5", "72", 1, True),
+        ("It is 72", ["71", "72"], 0, True),  # each of a list is right
+        ("It is 70", ["71", "72"], 0, False),
+        (RIGHT.format("two"), ["2", "two"], 1, True),
     ],
 )
 def test_what_is_compared_with_the_answer(response, answer, reasoning, right):
@@ -117,6 +120,18 @@ def test_a_file_has_an_accuracy_where_half_of_its_answers_can_be_compared(short,
     assert (accuracy_note(found) or line).startswith(line) and (accuracy_note(found) is None) is there
     without = held_out([{"prompt": "a"}])  # any answer: there is no line either
     assert not without.has_accuracy and accuracy_note(without) is accuracy_note(None) is None
+
+
+def test_formulas_have_a_line_that_names_the_library_that_compares_them(tmp_path, monkeypatch):
+    records = [
+        {"prompt": "a", "answer": answer} for answer in (r"\sqrt{2}", r"\frac{1}{2}", ["5", r"\pi"], "C")
+    ]
+    held_out = RLAIFDataset(write_jsonl(tmp_path / "held_out.jsonl", records), word_tokenizer(WORDS), 64)
+    (tmp_path / "math_verify.py").touch()
+    assert accuracy_note(held_out).startswith("accuracy 2 held-out answers are formulas")
+    assert "pip install 'math-verify[" in accuracy_note(held_out)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert accuracy_note(held_out) is None
 
 
 def test_processes_share_the_prompts():

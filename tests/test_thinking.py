@@ -253,6 +253,8 @@ def test_a_quarter_of_the_answers_of_the_data_is_enough(tmp_path, with_tag, on):
     records = [{"prompt": "a", "answer": answer} for answer in answers] + [{"prompt": "a"}] * 16
     said = f"format   --reasoning 1, as 4 of 16 first answers of {tmp_path}/data.jsonl have <answer>"
     assert chosen(tmp_path, records) == ((1, said) if on else (0, None))
+    lists = [{"prompt": "a", "answer": answers[::-1]}]  # each of several right answers counts
+    assert chosen(tmp_path, lists) == ((1, said) if on else (0, None))
 
 
 def test_nothing_is_sampled_to_choose_the_format(tmp_path):

@@ -5,7 +5,7 @@ from argparse import Namespace
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -98,7 +98,20 @@ def raw_scores(run: Any, reward: Reward, batch: Batch) -> RawScores:
         lengths = batch.rollout.layout.response_len
         known = {"step": run.progress.step, "total_steps": run.total_steps}
         of_run = {name: known[name] for name in run.names_of_run}
-        return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths, of_run))
+        prompts = joined(batch, run.tokenizer) if run.args.reward_url else batch.prompts
+        return reward.raw_scores(Request(prompts, batch.texts, finished, lengths, of_run))
+
+
+def joined(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The batch's prompts; their texts end with the space with which the response begins where its own text
+    has none, as with Llama 2's tokenizer. So prompt and response together are the text that was sampled."""
+    found = []
+    for prompt, ids, text in zip(batch.prompts, batch.rollout.responses(), batch.texts, strict=True):
+        before = decode(tokenizer, prompt.prompt_ids)
+        behind = decode(tokenizer, [*prompt.prompt_ids, *ids])[len(before) :]
+        space = behind.startswith(" " + text) and not prompt.text.endswith(" ")
+        found.append(replace(prompt, text=prompt.text + " ") if space else prompt)
+    return found
 
 
 # ---------------------------------------------------------------------------- rewards of steps in a response
@@ -123,8 +136,9 @@ def token_places(
     offsets: Sequence[int], text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
     """Character offsets in the text of a response -> the places of their tokens. The token of a character is
-    the first after which the decoded text reaches and includes it. The end of the text, or a character that
-    only the whole decodes to: the last token."""
+    the first after which the decoded text reaches and includes it, even where it is gone again while the
+    next character is incomplete (byte fallback). The end of the text, or a character that only the whole
+    decodes to: the last token."""
 
     @cache
     def decoded(count):
@@ -134,6 +148,16 @@ def token_places(
         if offset >= len(text):
             return len(ids) - 1
         wanted = text[: offset + 1]
-        return bisect_left(range(1, len(ids)), True, key=lambda count: decoded(count)[: offset + 1] == wanted)
+        found = bisect_left(
+            range(1, len(ids)), True, key=lambda count: decoded(count)[: offset + 1] == wanted
+        )
+        for count in range(
+            found, 0, -1
+        ):  # tokens; an incomplete character is as long as its bytes, or longer
+            if len(decoded(count)) <= offset:
+                break
+            if decoded(count)[: offset + 1] == wanted:
+                found = count - 1
+        return found
 
     return [place(offset) for offset in offsets]

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dataset.answers import alternatives, compares_formulas
 from dataset.chat_template import (
     load_thinking,
     own_system,
@@ -216,7 +217,7 @@ def choose_reasoning(args: Flags, prompts: Prompts) -> str | None:
     if args.reasoning is not None:
         return None
     first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
-    answers = list(filter(None, (getattr(p, "response", p.answer) for p in first)))
+    answers = [text for p in first for text in alternatives(getattr(p, "response", p.answer) or [])]
     count = sum(ANSWER in text for text in answers)
     args.reasoning = int(count >= max(1, SHARE * len(answers)))
     if not args.reasoning:
@@ -226,9 +227,17 @@ def choose_reasoning(args: Flags, prompts: Prompts) -> str | None:
 
 
 def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
-    """A line that says why there is no accuracy although held-out records have answers, else None."""
-    if not held_out or not held_out.answers or held_out.has_accuracy:
+    """A line that says why there is no accuracy although held-out records have answers, or that formulas are
+    compared as texts, else None."""
+    if not held_out or not held_out.answers:
         return None
+    if held_out.has_accuracy:
+        if not held_out.formulas or compares_formulas():
+            return None
+        return (
+            f"accuracy {held_out.formulas} held-out answers are formulas, which are compared as texts; to "
+            "compare what they mean: pip install 'math-verify[antlr4_13_2]'"
+        )
     return (
         f"accuracy none: of {held_out.answers} held-out answers only {held_out.comparable_answers} are a "
         "number or a few words, which a response can equal; --eval_reward_fn can judge the responses"

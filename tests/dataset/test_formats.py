@@ -52,7 +52,8 @@ FORMS = {  # name: (record, prompt, answer), beside the examples of docs/data.md
     "openai's tools": ({"messages": CALLS}, [U], "5"),
     "openai's tools, before there were such": ({"messages": FUNCTION}, [U], "5"),
     "sharegpt's tools": ({"conversations": OBSERVED}, [U], "5"),
-    "turns with accepted answers beside them": ({"messages": [U, A], "answer": ["5", "five"]}, [U], "5"),
+    "the only answer of a list": ({"prompt": "hi", "answer": [5]}, "hi", "5"),
+    "turns with no answer beside them": ({"messages": [U, A], "answer": []}, [U], "5"),
     "a completion of turns is added": (
         {"prompt": "hi", "answer": None, "completion": MORE},
         [U, *MORE[:2]],
@@ -88,7 +89,8 @@ NAMED = {  # name: (record, keys, prompt, answer)
     "both": ({"problem": "hi", "solution": "5"}, Keys("problem", "solution"), "hi", "5"),
     "paths": (NESTED, Keys("extra_info.question", "extra_info.answer"), "hi", "5"),
     "a turn": ({"prompt": "hi", "gold": [A]}, Keys("", "gold"), [U], "5"),
-    "no text, beside turns": ({"messages": [U, A], "gold": ["6"]}, Keys("", "gold"), [U], '["6"]'),
+    "no text, beside turns": ({"messages": [U, A], "gold": {"x": 6}}, Keys("", "gold"), [U], '{"x": 6}'),
+    "a list of one, beside turns": ({"messages": [U, A], "gold": ["6"]}, Keys("", "gold"), [U], "6"),
     "the prompt beside no text": ({"q": [U], "answer": {"x": 5}}, Keys("q"), [U], '{"x": 5}'),
     "a name with a dot": ({"a.b": "hi", "a": {"b": "no"}}, Keys("a.b"), "hi", None),
 }
@@ -108,11 +110,34 @@ def test_prompts(name):
     assert json.dumps(record) == before
 
 
-def test_several_accepted_answers_are_one_to_compare_with_and_none_to_learn():
-    record = {"prompt": "hi", "answer": ["5", "ü"]}
-    assert to_prompt(record) == ("hi", '["5", "ü"]')
-    refused("the answer is a list, not one text to learn; .*--answer_key", to_demonstration, record)
-    assert read(to_demonstration, record, Keys(answer="answer")) == ("hi", '["5", "ü"]')
+LISTS = (  # (a list of answers, what a prompt gets of it)
+    (["5", "ü"], ["5", "ü"]),
+    ([5, 0.5, "so\n#### 72", True], ["5", "0.5", "72", "true"]),
+    (["", "5", None], "5"),
+    ([["5"]], "5"),
+    ([], None),
+    ([""], None),
+)
+SEVERAL = r"an answer is a list of \d texts, where one is needed; write one in each line"
+
+
+def test_a_list_is_several_right_answers_to_compare_with_and_none_to_learn():
+    for several, right in LISTS:
+        for record in ({"prompt": [U], "answer": several}, {"messages": [U], "output": several}):
+            assert to_prompt(record) == ([U], right)
+            assert to_prompt({"q": [U], **record, "gt": several}) == ([U], right)
+        assert read(to_prompt, {"conversations": [U], "gt": several}, Keys(answer="gt")) == ([U], right)
+        assert to_prompt(VERL | {"reward_model": {"ground_truth": several}}) == ([U], right)
+        if len(several) != 1:  # one text is learned as if it were no list
+            refused(SEVERAL, to_demonstration, {"prompt": [U], "answer": several})
+            refused(SEVERAL, to_rated, {"prompt": "hi", "answer": several, "score": 1})
+            refused(SEVERAL, to_pair, {"prompt": "hi", "chosen": several, "rejected": "5"})
+            refused(SEVERAL, to_pair, {"prompt": "hi", "chosen": "5", "rejected": several})
+    beside = {"messages": [U, A], "gt": ["5", "five"]}
+    assert to_prompt(beside) == to_demonstration(beside) == ([U], "5")
+    beside["answer"] = beside["gt"]  # the turns are learned, and the list is compared with
+    assert (to_prompt(beside), to_demonstration(beside)) == (([U], ["5", "five"]), ([U], "5"))
+    refused(SEVERAL, lambda record: read(to_demonstration, record, Keys(answer="gt")), beside)
 
 
 def test_tools_are_noticed_wherever_they_are():
@@ -144,7 +169,7 @@ def test_of_a_solution_the_final_number_is_the_answer_and_all_of_it_is_learned()
 
 def test_verls_ground_truth():
     """It is the answer to compare with, as JSON if it is no text, and never an answer to learn."""
-    for truth, answer in (("72", "72"), (["7", "ü"], '["7", "ü"]'), (None, None)):
+    for truth, answer in (("72", "72"), ({"x": "ü"}, '{"x": "ü"}'), (None, None)):
         record = VERL | {"reward_model": {"style": "rule", "ground_truth": truth}}
         assert to_prompt(record) == ([U], answer)
         refused(r"no answer to learn from .*; keys found: .*--answer_key", to_demonstration, record)
@@ -178,7 +203,7 @@ PAIRS = {  # name: (record, prompt, chosen, rejected)
     "one system message": ({"prompt": [S, U], "chosen": [U, A], "rejected": [S, U, A]}, [S, U], "5", "5"),
     "hh": ({"chosen": SAID, "rejected": f"{ASKED} 6"}, ASKED, "5", "6"),
     "an empty answer": ({"chosen": SAID, "rejected": f"{ASKED} "}, ASKED, "5", ""),
-    "no text": ({"prompt": "hi", "chosen": ["5"], "rejected": 6}, "hi", '["5"]', "6"),
+    "no text": ({"prompt": "hi", "chosen": ["5"], "rejected": 6}, "hi", "5", "6"),
 }
 KEYS = Keys("q.text", chosen="good", rejected="bad")
 
@@ -248,7 +273,7 @@ BAD = [  # (reader, record, what is said[, keys])
     (to_prompt, {"problem": "hi", "x": 1}, r'no "q" \(--prompt_key\); keys found: "problem", "x"', Keys("q")),
     (to_prompt, {"q": None}, r'no "q" \(--prompt_key\)', Keys("q")),
     (to_prompt, {"q": {"x": "hi"}}, r'no "q\.y" \(--prompt_key\); keys found: "q"$', Keys("q.y")),
-    (to_demonstration, {"q": "hi", "a": [U]}, 'to learn .* found: "q", "a", "answer": end', Keys("q", "a")),
+    (to_demonstration, {"q": "hi", "a": [U]}, 'to learn .* found: "q", "a": end', Keys("q", "a")),
     (to_pair, {"q": {"text": "hi"}, "bad": "5"}, r"\(--chosen_key\)", KEYS),
     (to_pair, {"q": {"text": "hi"}, "good": "5"}, r"\(--rejected_key\)", KEYS),
     (to_prompt, {"messages": [user([{"type": "image_url"}])]}, f"{NO_TEXT}.*; only text can be read"),

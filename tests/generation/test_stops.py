@@ -13,10 +13,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trainer import train_ppo
 from trainer.compute.batching import Layout
+from trainer.compute.rollout_data import Rollout
 from trainer.endings import load_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys, uniform
-from trainer.generation.stops import EarlyEnds, StopStrings, decode
+from trainer.generation.stops import EarlyEnds, StopStrings, decode, response_texts
 
 CASES = [
     ["ab"],
@@ -104,6 +105,24 @@ def test_by_hand():
     assert wanted.cut(tokens) == "ab\n\nab"
     assert wanted.cut([ids["a"], ids["</s>"]]) == "a"
     assert wanted.cut([ids["a"], ids["ĊĊ"], ids["</s>"]]) == "a\n\n"  # ignored, and then an EOS
+
+
+def test_a_special_token_that_has_no_role_is_what_the_policy_says():
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "pad_token": "<pad>"})
+    tokenizer.add_tokens(["[ANS]", "<|eot|>"], special_tokens=True)
+    ids = tokenizer.get_vocab()
+    row = [ids[name] for name in ("a", "<s>", "[ANS]", "<pad>", "b", "<|eot|>")]
+    assert decode(tokenizer, row) == "a[ANS]b<|eot|>"
+    assert StopStrings(["\n\n"], tokenizer).cut(row) == "a[ANS]b"  # <|eot|> is an EOS of the model
+    logprobs = torch.zeros(1, 6)
+    rollout = Rollout(
+        torch.tensor([[2, *row]]), torch.tensor([1]), torch.tensor([6]), torch.tensor([True]), logprobs
+    )
+    assert response_texts(rollout, tokenizer) == ["a[ANS]b"]
+    wanted = StopStrings(["S]b"], tokenizer)
+    assert end_of(wanted, row) == 5
+    assert wanted.cut(row[:5]) == "a[AN"
 
 
 PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(16)]

@@ -1,16 +1,23 @@
 """Rewards over HTTP from a real server: what is sent, what is retried, what is refused in one line."""
 
 import json
+import random
 import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 from tiny import flags, read_jsonl, refused, request_of, run_files
+from tiny_tokenizers import TOKENIZERS, ids_of
 
+from dataset.lm_dataset import Prompt
 from errors import InputError
 from trainer import train_ppo
+from trainer.collect import Batch, joined
+from trainer.compute.rollout_data import Rollout
+from trainer.generation.stops import HALF, decode
 from trainer.rewards import reward_server
 from trainer.rewards.reward_server import PAUSES, RewardServer
 
@@ -83,6 +90,24 @@ def test_what_is_sent_is_what_openrlhf_sends_and_large_batches_go_in_pieces(monk
     with server() as (url, requests):
         assert ask(url, count=10) == [n / 2 for n in range(1, 11)]
     assert [len(r["query"]) for r in requests] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_prompt_and_response_are_the_text_that_was_sampled(kind):
+    """Also where the first token begins with a space that the text of the response does not have."""
+    tokenizer, generator, spaces = TOKENIZERS[kind](), random.Random(0), 0
+    for _ in range(200):
+        asked, ids = ids_of(tokenizer, generator, 6), ids_of(tokenizer, generator, 6)
+        whole, text, said = (decode(tokenizer, part) for part in (asked + ids, asked, ids))
+        if HALF in whole or HALF in text or text.endswith(" ") or not text:
+            continue
+        tokens, sizes = torch.tensor([asked + ids]), (torch.tensor([6]), torch.tensor([6]))
+        rollout = Rollout(tokens, *sizes, torch.tensor([False]), torch.zeros(1, 6))
+        (prompt,) = joined(Batch([Prompt(0, text, None, asked, {}, text)], rollout, [said]), tokenizer)
+        assert prompt.text + said == whole, (asked, ids)
+        assert prompt.text in (text, text + " ") and prompt.prompt == text
+        spaces += prompt.text != text
+    assert spaces > 10 or kind == "byte level"
 
 
 FAULTS = {str(code): lambda h, r, code=code: send(h, {}, code) for code in (500, 408, 429)}

@@ -39,7 +39,7 @@ NUMBERS = [  # (response, answer, is it right?)
     ("It costs $1,250,000.", "1250000", 1),
     (r"\$5", "5", 1),
     ("$.50", "0.5", 1),
-    ("one of 1,24", "24", 1),  # no comma of thousands
+    ("one of 1,24", "24", 0),  # a decimal comma, or two numbers: none
     ("10-2", "2", 1),  # no sign
     ("it is -2", "-2", 1),
     ("it is -$2", "-2", 1),

@@ -121,8 +121,8 @@ class StopStrings:
 def response_texts(
     rollout: Rollout, tokenizer: PreTrainedTokenizerBase, stops: StopStrings | None = None
 ) -> list[str]:
-    """The responses as B texts, without the EOS or the stop string that ended them and without other special
-    tokens. stops: the ``StopStrings`` that they were sampled with, or None."""
+    """The responses as B texts (``decode``), without the EOS or the stop string that ended them. stops: the
+    ``StopStrings`` that they were sampled with, or None."""
     texts = []
     for ids, ended in zip(rollout.responses(), rollout.finished.tolist(), strict=True):
         if ended and stops:
@@ -133,5 +133,8 @@ def response_texts(
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """Token ids -> their text, without special tokens."""
-    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    """Token ids -> their text, without EOS, BOS, padding and others that have a role for the tokenizer. Other
+    special tokens, such as an [ANS] of the user's, are what the policy says."""
+    silent = {getattr(tokenizer, f"{role}_id") for role in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+    ids = [i for i in ids if i not in silent]
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

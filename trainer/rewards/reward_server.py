@@ -1,9 +1,10 @@
 """A reward server: responses are scored over HTTP, in the JSON that OpenRLHF's remote reward models use.
 
-    POST {"query": [prompt + response], "prompts": [prompt], "labels": [answer or null]}
+    POST {"query": [prompt + response], "prompts": [prompt], "labels": [answer, a list of them, or null]}
       -> {"rewards": [number, …]}
 
-Prompts are texts as the policy reads them, chat template included. The request also has "responses" (texts)
+Prompts are texts as the policy reads them, chat template included, and the space behind them where the policy
+sampled one that the text of the response does not have. The request also has "responses" (texts)
 and "messages" (prompts as they stand in the data), for servers that need the two apart. ``Reward.raw_scores``
 (combine.py) calls it.
 """

@@ -10,7 +10,7 @@ combine.py calls the rules. A rule of your own needs no change here: see ``--rew
 import re
 from collections.abc import Sequence
 
-from dataset.answers import as_number, final_number
+from dataset.answers import Answer, alternatives, gives
 from model.loading import TAGS
 
 FORMAT = re.compile(r"<think>\n.*?\n</think>\n{1,2}<answer>\n.*?\n</answer>", re.DOTALL)
@@ -81,20 +81,17 @@ def overlong_penalty(length: int, longest: int, buffer: int, largest: float) -> 
     return largest * min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
 
 
-def is_correct(response: str, answer: str, reasoning: bool) -> bool:
-    """Whether the response gives this answer. Only evaluation asks (accuracy); it is never a reward.
+def is_correct(response: str, answer: Answer, reasoning: bool) -> bool:
+    """Whether the response gives this answer, or one of a list. Evaluation asks (accuracy), and exact_answer.
 
-    With ``--reasoning 1`` the answer block has to be the answer; numbers are compared as numbers. Else what
-    follows the thought has to be it, or, where the answer is a number, to give it (``final_number``).
+    With ``--reasoning 1`` the answer block has to be the answer. Else what follows the thought has to be it,
+    or to give it as its final number or in a box (``gives``).
     """
-    number = as_number(answer)
-    said = answer_text(response) if reasoning else after_thinking(response).strip()
-    if said is None or number is None:
-        return said == answer.strip()
-    return (as_number(said) if reasoning else final_number(said)) == number
+    said = answer_text(response) if reasoning else after_thinking(response)
+    return said is not None and any(gives(said, right, reasoning) for right in alternatives(answer))
 
 
-def exact_answer(prompts: list, responses: list[str], answers: list[str]) -> list[float]:
-    """B responses and GSM8K's answers -> 1.0 where the final number is that of the answer, else 0.0."""
+def exact_answer(prompts: list, responses: list[str], answers: list[Answer]) -> list[float]:
+    """B responses and their answers -> 1.0 where the response gives the answer, else 0.0."""
     pairs = zip(responses, answers, strict=True)
     return [float(is_correct(response, answer, reasoning=False)) for response, answer in pairs]
