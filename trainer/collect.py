@@ -21,7 +21,7 @@ from trainer.compute.rollout_data import Rollout
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import decode, response_texts
 from trainer.rewards.combine import Parts, RawScores, Reward, modules_of
-from trainer.rewards.reward_function import Request
+from trainer.rewards.reward_function import Request, values_of_run
 
 
 class Seconds(dict[str, float]):
@@ -96,9 +96,9 @@ def raw_scores(run: Any, reward: Reward, batch: Batch) -> RawScores:
     with run.host.on_device(*modules_of(reward)):
         finished = batch.rollout.finished.tolist()
         lengths = batch.rollout.layout.response_len
-        known = {"step": run.progress.step, "total_steps": run.total_steps}
-        of_run = {name: known[name] for name in run.names_of_run}
-        return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths, of_run))
+        of_run = values_of_run(run.names_of_run, run.progress.step, run.total_steps)
+        ids = batch.rollout.responses()
+        return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths, ids, of_run))
 
 
 # ---------------------------------------------------------------------------- rewards of steps in a response

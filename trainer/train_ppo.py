@@ -94,11 +94,11 @@ def flag_parser() -> FlagParser:
     add_sampled("--thinking_reward", 0.0, "times MiniMind's points for a thought; 1 is usual")
     add_sampled("--reward_model", [], "PATH, or PATH=WEIGHT …", type=path)
     add("--reward_dtype", "auto", "of its weights; auto: as the checkpoint's", choices=DTYPES)
-    add_sampled("--reward_fn", path, "a function of yours: path.py:function")
+    add_sampled("--reward_fn", [], "functions of yours: path.py:function, or f.py:g=WEIGHT …", type=path)
     add_sampled("--reward_url", "", "a server that scores; docs/rewards.md", may_change=True)
     add("--reward_timeout", 600.0, "seconds for --reward_fn, _url", may_change=True)
     add("--eval_reward_model", [], "only evaluates", type=path)
-    add("--eval_reward_fn", path, "only evaluates: path.py:function")
+    add("--eval_reward_fn", [], "only evaluates: path.py:function …", type=path)
     add_sampled(
         "--missing_eos_penalty",
         float,

@@ -89,7 +89,10 @@ def test_a_function_may_change_what_it_gets_and_not_say_its_parameters():
 
 def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside_has_its_place(tmp_path):
     path = tmp_path / "f.py"
-    load = partial(reward_function.load_reward_function, f"{path}:f")
+
+    def load(spec=f"{path}:f"):
+        return reward_function.load_reward_functions([spec])["function"][0]
+
     says = r"called with prompts, responses, answers, .* in this order"
     trl = "completions, **kwargs"  # which is called by name there
     for names in (
@@ -103,7 +106,7 @@ def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside
         assert refused(says, load).endswith(f"they are ({names.replace('*', '')})")
     path.write_text("x = 1\n")
     for wrong in (f"{path}:other", f"{path}:x", f"{path}", f"{tmp_path}/none.py:score"):
-        refused("--reward_fn", reward_function.load_reward_function, wrong)
+        refused("--reward_fn", load, wrong)
     path.write_text("import nowhere_to_be_found\n")
     refused("nowhere_to_be_found", load)
     path.write_text("f = max\n")
@@ -121,7 +124,8 @@ def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default(tmp_pat
     path = tmp_path / "f.py"
 
     def load(*given):
-        reward_function.check_fields(reward_function.load_reward_function(f"{path}:f"), *given)
+        [(function, _)] = reward_function.load_reward_functions([f"{path}:f"]).values()
+        reward_function.check_fields(function, *given)
 
     data = SimpleNamespace(columns={"prompt": None, "tests": None}, path="a.jsonl")
     of_run = ["step", "total_steps"]
@@ -138,7 +142,9 @@ MISTAKES = [  # (what is returned, what is said)
     ("12", r"returned 0 scores for 2 responses: '12' \(str\); return a list"),
     ({0.5, 0.25}, r"returned 0 scores for 2 responses: .* \(set\); return a list"),
     ([1.0], r"returned 1 scores for 2 responses: \[1\.0\] \(list\); return a list"),
-    (torch.tensor(1.0), "TypeError: iteration over a 0-d tensor"),
+    (torch.tensor(1.0), r"returned 0 scores for 2 responses: tensor\(1\.\) \(Tensor\); return a list"),
+    (numpy.float32(1), r"returned 0 scores for 2 responses: .*\(float32\); return a list"),
+    (numpy.array(1), r"returned 0 scores for 2 responses: array\(1\) \(ndarray\); return a list"),
     ([1, "x"], r"score 2 is 'x' \(str\)" + WANTED),
     ([[1.0], [2.0]], r"score 1 is \[1\.0\] \(list\)" + WANTED),
     ([1, [(0, 1, 2)]], r"score 2 is \[\(0, 1, 2\)\] \(list\)" + WANTED),
@@ -146,13 +152,13 @@ MISTAKES = [  # (what is returned, what is said)
     ([[(-1, 1)], 1], r"score 1 is \[\(-1, 1\)\] \(list\)" + WANTED),
     ([[(0.5, 1)], 1], r"score 1 is \[\(0\.5, 1\)\] \(list\)" + WANTED),
     ([1, 10**400], r"score 2 is 10+ \(int\)" + WANTED),
-    ([1, float("nan")], 'the score nan for the response "s"; scores must be finite'),
+    ([1, float("nan")], 'the score nan for the response "s" to record 2; scores must be finite'),
 ]
 
 
 @pytest.mark.parametrize(("returned", "says"), MISTAKES, ids=range(len(MISTAKES)))
 def test_what_is_wrong_with_what_a_function_returned(returned, says):
-    reward = Reward(function=lambda *_: returned, reasoning=False)
+    reward = Reward(functions={"function": (lambda *_: returned, 1.0)}, reasoning=False)
     refused(f"^--reward_fn: {says}", reward, request_of(["p", "q"], ["r", "s"]))
 
 

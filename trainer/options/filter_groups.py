@@ -13,9 +13,7 @@ from torch import Tensor
 
 from trainer.collect import Batch, noise_of_step, raw_scores, respond, sampling_from
 from trainer.compute.rollout_data import join_rollouts
-from trainer.rewards.combine import RawScores, Reward
-
-OF_LENGTH = ("missing_eos", "overlong")  # parts of the score: whether an answer was cut says nothing of it
+from trainer.rewards.combine import OF_LENGTH, RawScores, Reward
 
 
 def rows_of_equal_groups(scores: Tensor, answers: int) -> list[int]:
