@@ -41,7 +41,7 @@ FUNCTIONS = [  # (function, what it is given by name)
     (lambda p, r, a, rare: 0, {"rare": [None, None]}),  # in none of this batch
     (lambda p, r, a, step, total_steps=0: 0, OF_RUN),
     (lambda p, r, a, level, step=0: 0, {"level": [3, 4], "step": 3}),
-    (lambda prompts, completions, answers, **columns: 0, COLUMNS),  # "prompts" is taken
+    (lambda prompts, responses, answers, **columns: 0, COLUMNS),  # "prompts" is taken
     (lambda p, r, a, **columns: 0, COLUMNS | {"prompts": [None, "x"]}),
 ]
 
@@ -93,17 +93,26 @@ def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside
     def load(spec=f"{path}:f"):
         return reward_function.load_reward_functions([spec])["function"][0]
 
-    says = r"called with prompts, responses, answers, .* in this order"
-    trl = "completions, **kwargs"  # which is called by name there
+    says = (
+        r"a function takes \(prompts, responses, answers, \.\.\.\), TRL's \(prompts, completions, \.\.\., "
+        r"\*\*kwargs\) or verl's \(data_source, solution_str, ground_truth, extra_info\); this one takes \("
+    )
     for names in (
         "",
         "prompts, responses",
-        trl,
+        "prompts, **kwargs",
         "responses, prompts, answers",
         "prompts, answers, responses",
+        "queries, prompts, labels",  # OpenRLHF's
+        "data_source, response, ground_truth",
+        "data_sources, solution_strs, ground_truths, extra_infos",  # verl's, of whole batches
+        "solution_str, ground_truth, judge",
+        "completions, /, **kwargs",
     ):
         path.write_text(f"def f({names}):\n    return []\n")
-        assert refused(says, load).endswith(f"they are ({names.replace('*', '')})")
+        assert refused(says, load).endswith(f"this one takes ({names.replace(' /,', '')})")
+    path.write_text("def deco(g):\n    return lambda *a, **k: g(*a, **k)\n@deco\ndef f(p, r, a): return r\n")
+    refused(r"\(\*a, \*\*k\) does not say what the function takes; put @functools\.wraps", load)
     path.write_text("x = 1\n")
     for wrong in (f"{path}:other", f"{path}:x", f"{path}", f"{tmp_path}/none.py:score"):
         refused("--reward_fn", load, wrong)

@@ -41,12 +41,13 @@ Steps = list[tuple[int, float]]  # (character offset, the length for the end; sc
 Returned = tuple[list[float | None], list[Steps]]
 # Of ours. The places of names that can mean only one thing, None for no place: a function with another order
 # must not be called wrongly.
-PLACES: dict[str, int | None] = dict.fromkeys(("data_source", "data_sources", "extra_info", "trainer_state"))
+PLACES: dict[str, int | None] = dict.fromkeys(("data_source", "data_sources", "extra_info"))
 PLACES |= {"prompts": 0, "prompt": 0, "responses": 1, "response": 1, "completion": 1, "ground_truth": 2}
-TRL = ("prompts", "completions", "completion_ids", "answers", "log_metric", "log_extra")  # beside fields
+# What TRL gives beside the fields of the records; answers: where no field has this name.
+TRL = ("prompts", "completions", "completion_ids", "answers", "trainer_state", "log_metric", "log_extra")
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 MADE_UP = ("7", "The answer is 7.")  # responses with which a function is tried
-OF_RUN = ("step", "total_steps", "trainer_state")  # what a function may ask for that is no field
+OF_RUN = ("step", "total_steps")  # what a function may ask for that is no field
 SIGNATURES = (
     "(prompts, responses, answers, ...), TRL's (prompts, completions, ..., **kwargs) or "
     "verl's (data_source, solution_str, ground_truth, extra_info)"
@@ -261,10 +262,10 @@ def names_of_run(*datasets: RecordDataset | None) -> list[str]:
 
 
 def values_of_run(names: list[str], step: int, total_steps: int) -> dict[str, object]:
-    """{one of ``names_of_run``: its value}. step: batches that were learned from so far."""
-    state = SimpleNamespace(global_step=step, max_steps=total_steps)  # what TRL's functions read of it
-    known = {"step": step, "total_steps": total_steps, "trainer_state": state}
-    return {name: known[name] for name in names}
+    """{one of ``names_of_run``: its value}, and TRL's trainer_state. step: batches learned from so far."""
+    known = {"step": step, "total_steps": total_steps}
+    state = SimpleNamespace(global_step=step, max_steps=total_steps)
+    return {name: known[name] for name in names} | {"trainer_state": state}
 
 
 def fields_read(function: RewardFunction, columns: Iterable[str]) -> list[str]:
@@ -303,8 +304,7 @@ def calls_of(function: RewardFunction, request: Request) -> list[Call]:
         case "verl":
             rows = [verl_row(prompt, response) for prompt, response in pairs]
         case _:
-            more = {name: x for name, x in request.of_run.items() if name == "trainer_state"}
-            rows = [more | arguments(function, request) | trl_row(request)]
+            rows = [arguments(function, request) | trl_row(request)]
     return [((), {name: x for name, x in row.items() if takes(function, name)}) for row in rows]
 
 
@@ -332,9 +332,11 @@ def trl_row(request: Request) -> dict[str, object]:
         [{"role": "assistant", "content": text}] if isinstance(prompt.prompt, list) else text
         for prompt, text in zip(request.prompts, request.responses, strict=True)
     ]
-    answers = [prompt.record.get("answers", prompt.answer) for prompt in request.prompts]
     prompts = [prompt.prompt for prompt in request.prompts]
-    return dict(zip(TRL, (prompts, completions, request.ids, answers, log_metric, log_extra), strict=True))
+    answers = [prompt.record.get("answers", prompt.answer) for prompt in request.prompts]
+    state = request.of_run.get("trainer_state")
+    values = (prompts, completions, request.ids, answers, state, log_metric, log_extra)
+    return dict(zip(TRL, values, strict=True))
 
 
 # ---------------------------------------------------------------- the call
