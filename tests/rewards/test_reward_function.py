@@ -16,6 +16,7 @@ import torch
 from tiny import (
     assistant,
     flags,
+    load_weights,
     read_jsonl,
     refused,
     request_of,
@@ -512,3 +513,68 @@ def test_errors_of_several_functions_say_of_which():
     functions["function_f"] = (lambda *_: [], 1.0)
     refused(r"^--reward_fn f: returned 0 scores for 1", reward, request)
     refused(r"^--eval_reward_fn f: returned 0 scores for 1", Judge(functions=functions), request)
+
+
+# One of each kind; none of them says anything of the prompt "a".
+THREE = """
+def right(prompts, completions, level, trainer_state, log_metric, **kwargs):
+    log_metric("level", sum(level) / len(level))
+    texts = [completion[0]["content"] for completion in completions]
+    return [None if x == 0 else text.count("b") + 0.1 * trainer_state.global_step for x, text in zip(level, texts)]
+
+async def short(prompts, responses, answers, level):
+    return [None if x < 2 else -float(len(r.split())) for x, r in zip(level, responses)]
+
+def truth(solution_str, ground_truth):
+    return None if ground_truth == "none" else {"score": ground_truth in solution_str}
+"""
+
+
+@pytest.mark.parametrize("advantage", ["gae", "group"])
+def test_a_run_with_several_functions_of_which_some_say_nothing_resumes_to_the_same_bits(tmp_path, advantage):
+    words = ["a", "b", "b c", "c"]
+    records = [
+        {"prompt": [user(text)], "level": n, "reward_model": {"ground_truth": "bcd"[n - 1] if n else "none"}}
+        for n, text in enumerate(words)
+    ]
+    (tmp_path / "three.py").write_text(THREE)
+    functions = [f"{tmp_path}/three.py:{name}" for name in ("right", "short=0.5", "truth=2")]
+    files = run_files(tmp_path) | {"reward_model": "", "missing_eos_penalty": ""}
+    files |= {"data_path": write_jsonl(tmp_path / "data.jsonl", records), "reward_fn": functions[0]}
+    files |= {"eval_data_path": files["data_path"], "eval_reward_fn": functions[2]}
+    more = {"advantage": advantage, "out_dir": tmp_path / "out", "run_name": "r", "epochs": 9, "max_steps": 3}
+    more |= {"num_generations": 2 if advantage == "group" else 1, "batch_size": 4, "mini_batch_size": 2}
+    more |= {"max_gen_len": 4, "reasoning": 0, "save_interval": 1, "eval_interval": 2, "normalize_reward": 1}
+    more |= {"critic_warmup_steps": 0 if advantage == "gae" else "", "device": "cpu", "dtype": "float32"}
+    argv = [*flags(**files, **more), "--reward_fn", *functions[1:]]
+    train_ppo.main(argv)
+    run = tmp_path / "out/r"
+    first = [read_jsonl(run / name) for name in ("metrics.jsonl", "samples.jsonl")]
+    weights = load_weights(run, 3)
+    for step in first[0]:
+        parts = [
+            step.get(f"reward/{name}") for name in ("function_right", "function_short", "function_truth")
+        ]
+        if step["step"]:
+            assert all(isinstance(x, float) for x in parts)
+            assert step["function/level"] == pytest.approx(1.5) or advantage == "group"
+            assert step.get("reward/unscored", 0.0) == (
+                0.25 if advantage == "gae" else step.get("reward/unscored", 0)
+            )
+        else:
+            assert {"eval/function", "eval/function_right", "eval/judge"} <= step.keys()
+    assert any("score" not in row["parts"] for row in first[1]) or advantage == "group"
+    shutil.rmtree(run / "checkpoints/step_3")
+    changed = [word.replace("short=0.5", "short=0.25") for word in argv]
+    says = (
+        r"--reward_fn .* does not hold what the run began with \(weights function_right=1 function_short=0\.5"
+    )
+    refused(says, train_ppo.main, [*changed, "--resume", "auto"])
+    train_ppo.main([*argv, "--resume", "auto"])
+    assert all(x.equal(load_weights(run, 3)[name]) for name, x in weights.items())
+    again = [read_jsonl(run / name) for name in ("metrics.jsonl", "samples.jsonl")]
+    for rows in (*first, *again):
+        for row in rows:
+            for name in [name for name in row if name.startswith("perf")]:
+                del row[name]
+    assert again == first
