@@ -519,8 +519,9 @@ def test_errors_of_several_functions_say_of_which():
 THREE = """
 def right(prompts, completions, level, trainer_state, log_metric, **kwargs):
     log_metric("level", sum(level) / len(level))
-    texts = [completion[0]["content"] for completion in completions]
-    return [None if x == 0 else text.count("b") + 0.1 * trainer_state.global_step for x, text in zip(level, texts)]
+    bonus = 0.1 * trainer_state.global_step
+    rows = zip(level, completions)
+    return [None if x == 0 else completion[0]["content"].count("b") + bonus for x, completion in rows]
 
 async def short(prompts, responses, answers, level):
     return [None if x < 2 else -float(len(r.split())) for x, r in zip(level, responses)]
@@ -557,10 +558,8 @@ def test_a_run_with_several_functions_of_which_some_say_nothing_resumes_to_the_s
         ]
         if step["step"]:
             assert all(isinstance(x, float) for x in parts)
-            assert step["function/level"] == pytest.approx(1.5) or advantage == "group"
-            assert step.get("reward/unscored", 0.0) == (
-                0.25 if advantage == "gae" else step.get("reward/unscored", 0)
-            )
+            if advantage == "gae":  # each batch has all prompts
+                assert (step["function/level"], step["reward/unscored"]) == (1.5, 0.25)
         else:
             assert {"eval/function", "eval/function_right", "eval/judge"} <= step.keys()
     assert any("score" not in row["parts"] for row in first[1]) or advantage == "group"

@@ -29,7 +29,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from dataset.formats import keys_found
-from dataset.lm_dataset import Prompt, RecordDataset
+from dataset.lm_dataset import Prompt, RecordDataset, RLAIFDataset
 from errors import InputError
 from model.weights import short_hash
 from trainer.rewards.reward_models import parse_spec
@@ -250,8 +250,8 @@ def check_fields(function: RewardFunction, of_run: list[str], *datasets: RecordD
             if name in data.columns and name != "answer" and data[0].record.get(name) != data[0].answer:
                 raise InputError(
                     f"--reward_fn: its third parameter {name!r} gets the answers, but records of {data.path} "
-                    "have a field of that name with something else in it; call the third answers, and ask "
-                    f"for {name} behind it"
+                    f"have a field of that name with something else in it; give --answer_key {name}, or "
+                    f"call the third answers and ask for {name} behind it"
                 )
 
 
@@ -346,7 +346,7 @@ def try_reward_function(
     function: RewardFunction, data: RecordDataset, of_run: dict[str, object], seconds: float
 ) -> None:
     """Call a function once, with made-up responses to the first prompts. Raises InputError as
-    ``call_reward_function``; the scores themselves are thrown away."""
+    ``call_reward_function``, with a hint where no record has an answer; the scores are thrown away."""
     prompts = [data[i % len(data)] for i in range(len(MADE_UP))]
     request = Request(
         prompts=prompts,
@@ -356,7 +356,12 @@ def try_reward_function(
         ids=[prompt.prompt_ids[:4] for prompt in prompts],
         of_run=of_run,
     )
-    call_reward_function(function, request, seconds)
+    try:
+        call_reward_function(function, request, seconds)
+    except InputError as error:
+        known = not isinstance(data, RLAIFDataset) or data.answers
+        hint = "" if known else "; no record has an answer: --answer_key names its field"
+        raise InputError(f"{error}{hint}") from error
 
 
 def call_reward_function(function: RewardFunction, request: Request, seconds: float) -> Returned:
