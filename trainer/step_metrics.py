@@ -98,8 +98,10 @@ def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> d
     numbers = torch.tensor([scores_of_all, lengths], dtype=torch.float64)  # each process has those of all
     scored = ~numbers[0].isnan()
     score, length = (ppo.centred(x, scored, torch.clone)[0][scored] for x in numbers)
-    unscored = {"reward/unscored": 1 - len(score) / len(texts)} if len(score) < len(texts) else {}
-    return unscored | {
+    found: dict[str, Number] = {}
+    if len(score) < len(texts):
+        found["reward/unscored"] = 1 - len(score) / len(texts)
+    return found | {
         "rollout/distinct": len(set(texts)) / len(texts),
         "reward/score_std": score.square().mean().sqrt().item() if len(score) else 0.0,
         "rollout/score_length_corr": torch.cosine_similarity(score, length, dim=0).item(),  # 0 if one is 0
