@@ -61,6 +61,7 @@ from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.rewards.combine import (
     Reward,
+    errors_renamed,
     load_models,
     make_judge,
     make_reward,
@@ -231,12 +232,14 @@ class PpoRun(Run):
             return
         if args.resume:
             check_resume(self, self.text_fingerprints())
-        for function, _ in self.reward.functions.values():
-            try_reward_function(function, data, known, args.reward_timeout)
+        for name, (function, _) in self.reward.functions.items():
+            with errors_renamed("^--reward_fn", self.reward.flag_of(name)):
+                try_reward_function(function, data, known, args.reward_timeout)
         with named_as_evaluation():
-            for judge, _ in judges.values():
+            for name, (judge, _) in judges.items():
                 if self.held_out:
-                    try_reward_function(judge, self.held_out, known, args.reward_timeout)
+                    with errors_renamed("^--reward_fn", self.judge.flag_of(name)):
+                        try_reward_function(judge, self.held_out, known, args.reward_timeout)
 
     def _build_models(self, start: PreTrainedModel | None, weight: float) -> None:
         """Make the other models from the actor, which gets its adapters with --lora_r. start, weight: of

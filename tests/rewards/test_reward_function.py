@@ -258,7 +258,8 @@ def test_a_run_gives_each_response_its_own_record_and_the_step_also_when_resumed
     assert [call["step"] for call in noted("reward_fn", "resumed")] == [0, 2, 3, 3]
     assert [call["step"] for call in noted("eval_reward_fn", "resumed")] == [0, 3, 3]
     known = json.loads((tmp_path / "out/r/config.json").read_text())["fingerprints"]
-    assert {name for name in known if " " in name} == {"data_path level", "data_path hint"}
+    assert {name for name in known if "data_path " in name} == {"data_path level", "data_path hint"}
+    assert known["reward_fn weights"] == "function=1"
     write_jsonl(tmp_path / "mixed.jsonl", [records[0], records[1] | {"level": 9}, *records[2:]])
     says = r"--data_path .*mixed\.jsonl does not hold what the run began with \(level "
     refused(says, train_ppo.main, [*argv, "--resume", "auto"])
@@ -577,3 +578,15 @@ def test_a_run_with_several_functions_of_which_some_say_nothing_resumes_to_the_s
             for name in [name for name in row if name.startswith("perf")]:
                 del row[name]
     assert again == first
+
+
+def test_the_trial_says_of_which_function(tmp_path):
+    files = run_files(tmp_path) | {"reward_model": "", "device": "cpu", "out_dir": tmp_path / "out"}
+    (tmp_path / "f.py").write_text(
+        "def g(p, r, a):\n    return []\ndef h(p, r, a):\n    return [x.strip() for x in a]"
+    )
+    both = ["--reward_fn", f"{tmp_path}/f.py:g"]
+    refused(r"^--reward_fn g: returned 0 scores", train_ppo.main, [*flags(**files), *both])
+    files["reward_fn"] = f"{tmp_path}/f.py:h"
+    says = r"^--reward_fn: AttributeError: .*; no record has an answer: --answer_key names its field"
+    refused(says, train_ppo.main, flags(**files))

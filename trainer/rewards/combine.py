@@ -145,7 +145,7 @@ class Reward:
         functions = self.functions if len(self.functions) > 1 else ()
         return [*self.models, *functions, "server"] if self.normalize_reward else []
 
-    def _flag_of(self, name: str) -> str:
+    def flag_of(self, name: str) -> str:
         """How errors name the function of a part."""
         return "--reward_fn" + (f" {name.removeprefix('function_')}" if len(self.functions) > 1 else "")
 
@@ -175,12 +175,12 @@ class Reward:
         if self.models:
             parts |= self._ask_models(request, said, raw)
         for name, (function, weight) in self.functions.items():
-            with errors_renamed("^--reward_fn", self._flag_of(name)):
+            with errors_renamed("^--reward_fn", self.flag_of(name)):
                 scores, steps = call_reward_function(function, request, self.reward_timeout)
                 parts[name] = finite("--reward_fn", scores, texts, request.prompts)
             if any(steps) and name in self.normalised:
                 raise InputError(
-                    f"{self._flag_of(name)}: with several functions --normalize_reward 1 needs "
+                    f"{self.flag_of(name)}: with several functions --normalize_reward 1 needs "
                     "numbers, and this one returned steps; leave the flag out"
                 )
             weighted = [[(offset, weight * x) for offset, x in pairs] for pairs in steps]
