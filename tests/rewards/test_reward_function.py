@@ -28,7 +28,7 @@ from tiny import (
 
 from dataset.lm_dataset import RLAIFDataset
 from trainer import train_ppo
-from trainer.rewards import reward_function
+from trainer.rewards import reward_function, rules
 from trainer.rewards.combine import Judge, Reward
 from trainer.runs.distributed import World
 
@@ -589,4 +589,7 @@ def test_the_trial_says_of_which_function(tmp_path):
     refused(r"^--reward_fn g: returned 0 scores", train_ppo.main, [*flags(**files), *both])
     files["reward_fn"] = f"{tmp_path}/f.py:h"
     says = r"^--reward_fn: AttributeError: .*; no record has an answer: --answer_key names its field"
+    refused(says, train_ppo.main, flags(**files))
+    files["reward_fn"] = f"{rules.__file__}:exact_answer"  # it answers None
+    says = r"^--reward_fn: it says nothing of any response; no record has an answer: --answer_key names"
     refused(says, train_ppo.main, flags(**files))

@@ -352,12 +352,14 @@ def try_reward_function(
         ids=[prompt.prompt_ids[:4] for prompt in prompts],
         of_run=of_run,
     )
+    known = not isinstance(data, RLAIFDataset) or data.answers
+    hint = "" if known else "; no record has an answer: --answer_key names its field"
     try:
-        call_reward_function(function, request, seconds)
+        scores, _ = call_reward_function(function, request, seconds)
     except InputError as error:
-        known = not isinstance(data, RLAIFDataset) or data.answers
-        hint = "" if known else "; no record has an answer: --answer_key names its field"
         raise InputError(f"{error}{hint}") from error
+    if hint and set(scores) == {None}:
+        raise InputError(f"--reward_fn: it says nothing of any response{hint}")
 
 
 def call_reward_function(function: RewardFunction, request: Request, seconds: float) -> Returned:
