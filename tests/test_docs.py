@@ -5,17 +5,17 @@ import io
 import itertools
 import json
 import re
-import runpy
 import shlex
 import string
 
 import pytest
-from tiny import ROOT, flags, read_jsonl, run_files, write_jsonl
+from tiny import ROOT, flags, read_jsonl, request_of, run_files, user, write_jsonl
 
 import chat
 import export
 from trainer import train_ppo, train_reward, train_sft
 from trainer.peer_flags import PEER_FLAGS
+from trainer.rewards.reward_function import call_reward_function, load_reward_functions
 from trainer.run import PpoRun
 from trainer.runs import displays, health
 
@@ -182,11 +182,18 @@ def test_the_reward_functions_of_the_page_score_as_it_says(tmp_path):
     start = r"```\n# \w+\.py +--reward_fn \w+\.py:"
     for name, code in re.findall(rf"{start}(\w+)\n(.*?)```", page("rewards"), re.DOTALL):
         (tmp_path / "mine.py").write_text(code)
-        found[name] = runpy.run_path(str(tmp_path / "mine.py"))[name]
+        [(found[name], _)] = load_reward_functions([f"{tmp_path}/mine.py:{name}"]).values()
     assert found["score"](["q"] * 3, ["it is 5", "6", "5"], ["5", "5", None]) == [1.0, 0.0, 0.0]
     late = found["right_and_short"](["q"] * 2, ["5" + " " * 199, "6" * 800], ["5"] * 2, 3, total_steps=4)
     assert late == [1 - 0.375 / 2, -0.375]
     assert found["right_lines"](["q"], ["2 + 3 = 5\nso\n1 + 1 = 3"], [None]) == [[(9, 1.0), (21, -1.0)]]
+    records = [{"reward_model": {"ground_truth": 5}, "target": "6"}, {"ground_truth": "7"}]
+    request = request_of(["q", [user("q")]], ["it is 5", "6" * 80], records=records)
+    request.of_run = {"trainer_state": None}
+    wanted = {"compute_score": [1.0, 0.0], "right_target": [0.0, None], "asked": [1.0, 0.0]}
+    for name, scores in wanted.items():
+        assert call_reward_function(found[name], request, 0)[0] == scores
+    assert request.logged == {"characters": [43.5]}
 
 
 def test_every_folder_is_on_the_page_of_the_code():

@@ -26,7 +26,7 @@ from errors import InputError
 from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, tokenizer_source
 from trainer import train_ppo
 from trainer.rewards.combine import Reward
-from trainer.rewards.reward_function import load_reward_function
+from trainer.rewards.reward_function import load_reward_functions
 from trainer.runs import checkpoints
 
 DATASETS = (RLAIFDataset, SFTDataset, PreferenceDataset)
@@ -483,9 +483,9 @@ def test_reward_files(lines, folder):
     path = folder / f"reward_{sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}.py"
     path.write_text(text, "utf-8", errors="surrogateescape")
     with one_line_or_fine("--reward_fn"):
-        function = load_reward_function(f"{path}:f")
+        functions = load_reward_functions([f"{path}:f"])
         asked = request_of(["p", "q"], ["r", "s"], [None, "a"], [True, False])
-        parts = Reward(function=function, reasoning=False)(asked)
+        parts = Reward(functions=functions, reasoning=False)(asked)
         assert parts["score"].shape == (2,) and parts["score"].isfinite().all()
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from trainer import ppo
-from trainer.compute.rollout_data import length_mask
+from trainer.compute.rollout_data import Rollout, length_mask
+from trainer.options.filter_groups import rows_of_equal_groups
 from trainer.runs.base import Learner
+from trainer.value_scale import AdvantageScale, is_informative
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 CLIP = (0.2, 0.2)
@@ -455,3 +457,71 @@ def test_the_share_of_tokens_with_the_highest_entropy_of_all_processes(share, th
     assert ppo.choose_tokens(share, ENTROPY, MASK, gather).tolist() == torch.tensor(counted).bool().tolist()
     if not there:  # equal entropies count alike
         assert ppo.choose_tokens(share, torch.ones(2, 3), MASK, gather).equal(MASK)
+
+
+def test_answers_without_a_score_leave_their_group():
+    """Rewards 3, nothing, 2, 7 of four answers are as 3, 2, 7 of three: the estimators by hand, and groups of
+    which one answer has a score, or none, say nothing."""
+    scored = torch.tensor([True, False, True, True])
+    three = ppo.leave_one_out(REWARDS[scored], FOUR[scored], 3)
+    assert three[:, 0].tolist() == pytest.approx([3 - 4.5, 2 - 5, 7 - 2.5])
+    mask = FOUR & scored[:, None]
+    assert torch.allclose(ppo.leave_one_out(REWARDS, mask, 4)[scored], three)
+    for found, wanted in zip(
+        ppo.group_normalized(REWARDS, mask, 4),
+        ppo.group_normalized(REWARDS[scored], FOUR[scored], 3),
+        strict=True,
+    ):
+        assert torch.allclose(found[scored], wanted)
+    for left in (mask & torch.tensor([False, True, True, False])[:, None], mask & False):
+        assert not ppo.leave_one_out(REWARDS, left, 4).any()
+        advantages, stds = ppo.group_normalized(REWARDS, left, 4)
+        assert not advantages.any() and not stds.any()
+    nan = math.nan
+    scores = torch.tensor([1.0, nan, 1.0, 2.0, nan, 1.0, nan, nan, 0.1, 0.1, 0.1, nan])
+    assert ppo.scored_apart(scores, 4).tolist() == [True] * 4 + [False] * 8
+    assert rows_of_equal_groups(scores, 4) == [*range(4, 12)]
+
+
+def test_a_response_without_a_score_is_as_good_as_not_there():
+    """Advantages, returns, scales and losses of six responses, two of them without a score, are those of the
+    other four; and nothing but zeros where none has a score."""
+    torch.manual_seed(0)
+    lengths = torch.tensor([3, 1, 2, 3, 2, 1])
+    fields = dict.fromkeys(("sampler_logprobs", "old_logprobs", "ref_logprobs", "values"))
+    rollout = Rollout(
+        tokens=torch.zeros(6, 5, dtype=torch.long),
+        prompt_len=torch.full((6,), 2),
+        response_len=lengths,
+        finished=lengths < 3,
+        scores=torch.tensor([1.0, math.nan, 0.0, 3.0, math.nan, 2.0]),
+        importance_weights=torch.ones(6, 3),
+        counted=torch.ones(6, 3, dtype=torch.bool),
+        **{name: torch.randn(6, 3) for name in fields},
+    )
+    rollout.step_rewards = torch.zeros(6, 3)
+    now = torch.randn(6, 3)
+    rows = [0, 2, 3, 5]
+
+    def learned(rollout, now):
+        mask = rollout.mask
+        rewards = ppo.token_rewards(rollout.scores, rollout.response_len, mask, steps=rollout.step_rewards)
+        assert rewards.isfinite().all()
+        advantages, rollout.returns = ppo.gae(rewards, rollout.values, mask, 1.0, 0.9)
+        informative = is_informative(rollout, alone)
+        rollout.advantages, *scales = AdvantageScale().whiten(advantages, rollout, informative, alone, 0)
+        loss, metrics = ppo.policy_loss(now, rollout, *CLIP)
+        value, _ = ppo.value_loss(now, rollout.values, rollout.returns, mask, 0.2, 1.0)
+        numbers = [loss, value, ppo.kl_loss(now, rollout), mask.sum(), *metrics.values(), *scales]
+        return rollout.advantages, torch.tensor([float(x) for x in numbers])
+
+    advantages, numbers = learned(rollout, now)
+    others, wanted = learned(rollout.rows(rows), now[rows])
+    assert torch.allclose(advantages[rows], others, atol=1e-6)
+    assert not advantages[[1, 4]].any()
+    assert torch.allclose(numbers, wanted, atol=1e-5)
+    rollout.scores = torch.full((6,), math.nan)
+    advantages, numbers = learned(rollout, now)
+    assert not advantages.any() and not numbers[:-1].any()
+    everyone = ppo.choose_tokens(0.5, now, rollout.mask, lambda x: [x])
+    assert not everyone.any()

@@ -1,11 +1,14 @@
 """What is logged of the responses of a batch as texts, against numbers worked out by hand."""
 
+import math
+
 import pytest
 import torch
 
 from trainer.rewards.rules import repetition
 from trainer.runs.distributed import World
-from trainer.step_metrics import batch_metrics
+from trainer.runs.metrics import Metrics
+from trainer.step_metrics import add_scores, batch_metrics
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -46,6 +49,25 @@ def test_scores_or_lengths_that_are_all_alike_have_no_correlation(score):
     found = batch_metrics([[5, 6], [6, 5], [5, 5]], torch.tensor([score, 1.0, 2.0]), ALONE)
     assert found["rollout/score_length_corr"] == 0
     assert found["reward/score_std"] > 0.1
+
+
+def test_responses_without_a_score_are_counted_and_left_out():
+    responses = [[5] * n for n in (1, 9, 2, 3, 4)]
+    scores = torch.tensor([1.0, math.nan, 5.0, 1.0, 5.0])
+    found = batch_metrics(responses, scores, ALONE)
+    assert found.pop("reward/unscored") == pytest.approx(0.2)
+    others = batch_metrics([responses[n] for n in (0, 2, 3, 4)], scores[[0, 2, 3, 4]], ALONE)
+    assert found == others | {"rollout/distinct": 1.0}
+    none = batch_metrics(responses, torch.full((5,), math.nan), ALONE)
+    assert none == {
+        "reward/unscored": 1,
+        "rollout/distinct": 1,
+        "reward/score_std": 0,
+        "rollout/score_length_corr": 0,
+    }
+    metrics = Metrics()
+    add_scores(metrics, "reward/f", scores)
+    assert metrics.means(ALONE) == {"reward/f": 3.0}
 
 
 def test_responses_are_the_same_where_all_their_tokens_are():

@@ -312,7 +312,7 @@ class Plain:
         rewards = -self.kl_coef * k1 if args.kl_in == "reward" else torch.zeros_like(k1)
         last = [int((self.row <= i).sum()) - 1 for i in range(rows)]
         rewards[last] += self.scores
-        if args.reward_fn.endswith("steps"):  # of each score 1 belongs to every "a"
+        if " ".join(args.reward_fn).endswith("steps"):  # of each score 1 belongs to every "a"
             there = self.tokens[self.row, self.place] == 2
             rewards += there.float()
             rewards[last] -= torch.tensor([there[self.row == i].sum() for i in range(rows)])

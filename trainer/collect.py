@@ -21,7 +21,7 @@ from trainer.compute.rollout_data import Rollout
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import decode, response_texts
 from trainer.rewards.combine import Parts, RawScores, Reward, modules_of
-from trainer.rewards.reward_function import Request
+from trainer.rewards.reward_function import Request, values_of_run
 
 
 class Seconds(dict[str, float]):
@@ -96,10 +96,10 @@ def raw_scores(run: Any, reward: Reward, batch: Batch) -> RawScores:
     with run.host.on_device(*modules_of(reward)):
         finished = batch.rollout.finished.tolist()
         lengths = batch.rollout.layout.response_len
-        known = {"step": run.progress.step, "total_steps": run.total_steps}
-        of_run = {name: known[name] for name in run.names_of_run}
+        of_run = values_of_run(run.names_of_run, run.progress.step, run.total_steps)
         prompts = joined(batch, run.tokenizer) if run.args.reward_url else batch.prompts
-        return reward.raw_scores(Request(prompts, batch.texts, finished, lengths, of_run))
+        ids = batch.rollout.responses()
+        return reward.raw_scores(Request(prompts, batch.texts, finished, lengths, ids, of_run))
 
 
 def joined(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -151,9 +151,8 @@ def token_places(
         found = bisect_left(
             range(1, len(ids)), True, key=lambda count: decoded(count)[: offset + 1] == wanted
         )
-        for count in range(
-            found, 0, -1
-        ):  # tokens; an incomplete character is as long as its bytes, or longer
+        # An incomplete character is as long as its bytes, or longer.
+        for count in range(found, 0, -1):
             if len(decoded(count)) <= offset:
                 break
             if decoded(count)[: offset + 1] == wanted:

@@ -21,7 +21,7 @@ from trainer.rewards.rules import is_correct
 from trainer.run import PpoRun
 from trainer.runs.displays import Row, StepLog
 from trainer.runs.metrics import Metrics
-from trainer.step_metrics import answer_rows
+from trainer.step_metrics import add_scores, answer_rows
 
 PAIRS = 128  # held-out pairs that are scored together
 EVAL_STEP = -1  # evaluation's step in the sampling noise: no training step has this number
@@ -89,7 +89,8 @@ def evaluate(run: PpoRun, held_out: RLAIFDataset) -> StepLog:
                     measured["format_rate"] = parts["format"] > 0
                 if "judge" in parts and not kind:
                     measured["judge_mean_square"] = parts["judge"].double().square()
-                metrics.add_all({f"eval/{name}{kind}": x.sum() for name, x in measured.items()}, len(asked))
+                for name, x in measured.items():
+                    add_scores(metrics, f"eval/{name}{kind}", x)
                 bar.update(len(asked))
     shown = {place: row for theirs in run.world.gather(mine) for place, row in theirs.items()}
     return metrics.means(run.world), {"eval_samples.jsonl": [shown[place] for place in sorted(shown)]}

@@ -48,7 +48,7 @@ def token_rewards(
     kl_coef * k1), is taken off every response token."""
     rewards = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     last = response_len[:, None] - 1
-    rest = scores.float()[:, None]
+    rest = torch.where(scores.isnan(), 0.0, scores).float()[:, None]
     if steps is not None:
         rewards += steps
         rest = rewards.gather(1, last) + rest - steps.sum(1, keepdim=True)
@@ -81,12 +81,22 @@ def discounted_sums(x: Tensor, decay: float) -> Tensor:
     return x
 
 
-def response_rewards(rewards: Tensor, mask: Tensor, answers: int) -> Tensor:
-    """The sum of each response's token rewards [B, R] -> [B / answers, answers], a row for each prompt.
+def response_rewards(rewards: Tensor, mask: Tensor, answers: int) -> tuple[Tensor, Tensor]:
+    """The sum of each response's token rewards [B, R] -> ([B / answers, answers], a row for each prompt; how
+    many of them are scored, [B / answers, 1]). In the place of one without a score stands the others' mean.
 
     The answers to a prompt are rows that follow one another (``local_positions`` in dataset/data_order.py).
     """
-    return torch.where(mask, rewards, 0.0).sum(1).view(-1, answers)
+    total = torch.where(mask, rewards, 0.0).sum(1).view(-1, answers)
+    return with_mean(total, mask.any(1).view(-1, answers))
+
+
+def with_mean(total: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers [P, n] -> (the same, the row's mean of those that are scored where one is not; their count
+    [P, 1])."""
+    count = scored.sum(1, keepdim=True)
+    mean = torch.where(scored, total, 0.0).sum(1, keepdim=True) / count.clamp(min=1)
+    return torch.where(scored, total, mean), count
 
 
 def without_rounding(differences: Tensor, total: Tensor) -> Tensor:
@@ -99,9 +109,11 @@ def without_rounding(differences: Tensor, total: Tensor) -> Tensor:
 def leave_one_out(rewards: Tensor, mask: Tensor, answers: int) -> Tensor:
     """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): A = R less the mean R of the prompt's other answers, the
     same for all tokens of a response -> [B, R], 0 on padding. R: the sum of a response's token rewards."""
-    total = response_rewards(rewards, mask, answers)
+    total, count = response_rewards(rewards, mask, answers)
     others = (total.sum(1, keepdim=True) - total) / (answers - 1)
-    return torch.where(mask, without_rounding(total - others, total).view(-1, 1), 0.0)
+    # 1 where all are scored. Else the mean stands for some, and this makes ``others`` of those that are.
+    share = count * (answers - 1) / ((count - 1).clamp(min=1) * answers)
+    return torch.where(mask, (share * without_rounding(total - others, total)).view(-1, 1), 0.0)
 
 
 def group_normalized(rewards: Tensor, mask: Tensor, answers: int) -> tuple[Tensor, Tensor]:
@@ -111,17 +123,19 @@ def group_normalized(rewards: Tensor, mask: Tensor, answers: int) -> tuple[Tenso
     Without the division by std (Dr. GRPO, arXiv:2503.20783) it is (answers - 1) / answers times
     ``leave_one_out``, so divided by their ``root_mean_square`` the two are equal.
     """
-    total = response_rewards(rewards, mask, answers)
+    total, count = response_rewards(rewards, mask, answers)
     centred = without_rounding(total - total.mean(1, keepdim=True), total)
-    std = centred.std(1, keepdim=True)  # 0 where all answers are rewarded alike
+    share = (answers - 1) / (count - 1).clamp(min=1)  # 1 where all are scored
+    std = centred.std(1, keepdim=True) * share.sqrt()  # 0 where all answers are rewarded alike
     normalized = torch.where(std == 0, 0.0, centred / std)
     return torch.where(mask, normalized.view(-1, 1), 0.0), std.expand_as(total).reshape(-1, 1).expand_as(mask)
 
 
 def scored_apart(scores: Tensor, answers: int) -> Tensor:
     """[B], True where the scores [B] of the prompt's answers differ. Where they are equal the advantages say
-    nothing; with --kl_in reward they are not 0, because the answers' KL differs."""
+    nothing; with --kl_in reward they are not 0, because the answers' KL differs. NaN: no score."""
     groups = scores.view(-1, answers)
+    groups, _ = with_mean(groups, ~groups.isnan())
     gaps = without_rounding(groups - groups[:, :1], groups)
     return gaps.any(1).repeat_interleave(answers)
 
@@ -158,6 +172,7 @@ def mean_std(total: Tensor) -> tuple[float, float]:
     """``moments`` summed over all processes -> (mean, population standard deviation) as floats. The deviation
     is 0 where it is only rounding: below a millionth of the mean."""
     sum_, squares, count = total.tolist()
+    count = count or 1.0  # no response has a score
     mean = sum_ / count
     std = math.sqrt(max(squares / count - mean * mean, 0.0))
     return mean, 0.0 if std <= ROUNDING * abs(mean) else std
@@ -210,6 +225,8 @@ def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable)
     -> bool [B, R]. gather: x -> the x of every process.
     """
     everyone = torch.cat(gather(entropy[mask].cpu()))
+    if not len(everyone):  # no response has a score
+        return mask
     count = max(1, round(share * len(everyone)))
     least = everyone.kthvalue(len(everyone) - count + 1).values.item()
     return (entropy >= least) & mask

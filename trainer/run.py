@@ -61,6 +61,7 @@ from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.rewards.combine import (
     Reward,
+    errors_renamed,
     load_models,
     make_judge,
     make_reward,
@@ -69,13 +70,14 @@ from trainer.rewards.combine import (
     scoring_models,
 )
 from trainer.rewards.reward_function import (
-    RewardFunction,
+    RewardFunctions,
     check_fields,
     code_hash,
     fields_read,
-    load_reward_function,
+    load_reward_functions,
     names_of_run,
     try_reward_function,
+    values_of_run,
 )
 from trainer.rewards.reward_models import ClassifierRewardModel, RewardModels, models_hash
 from trainer.runs import displays
@@ -198,15 +200,13 @@ class PpoRun(Run):
         self._build_learners()
         self._build_options()
 
-    def _load_functions(self) -> list[RewardFunction | None]:
+    def _load_functions(self) -> list[RewardFunctions]:
         """-> those of --reward_fn and --eval_reward_fn."""
-        function = load_reward_function(self.args.reward_fn)
+        functions = load_reward_functions(self.args.reward_fn)
         with named_as_evaluation():
-            return [function, load_reward_function(self.args.eval_reward_fn)]
+            return [functions, load_reward_functions(self.args.eval_reward_fn)]
 
-    def _use_data(
-        self, data: Prompts, function: RewardFunction | None, judge_function: RewardFunction | None
-    ) -> None:
+    def _use_data(self, data: Prompts, functions: RewardFunctions, judges: RewardFunctions) -> None:
         """Take the data, and do what needs no model besides: count the steps, make rewards without their
         models, call their functions once."""
         args = self.args
@@ -215,28 +215,31 @@ class PpoRun(Run):
         self.total_steps = self.count_steps()
         choose_warmup(args, self.total_steps)
         self.names_of_run = of_run = names_of_run(data, self.held_out)  # that functions may ask for
-        known = {name: {"step": 0, "total_steps": self.total_steps}[name] for name in of_run}
+        known = values_of_run(of_run, 0, self.total_steps)
         # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
         self.reward = Reward()
         if not args.offline_data_path:
-            self.reward = make_reward(args, function)
-            if function:
+            self.reward = make_reward(args, functions)
+            for function, _ in functions.values():
                 check_fields(function, of_run, data, self.held_out)
-        self.judge = make_judge(args, judge_function)
+        self.judge = make_judge(args, judges)
         with named_as_evaluation():
-            if judge_function:
-                check_fields(judge_function, of_run, self.held_out)
+            for judge, _ in judges.values():
+                check_fields(judge, of_run, self.held_out)
         if self.held_out and not args.offline_data_path:  # pairs of logged answers need the model
             first_best(self)  # checks --best_metric
         if not self.world.is_main:  # a function may cost money at each call
             return
         if args.resume:
             check_resume(self, self.text_fingerprints())
-        if function and not args.offline_data_path:
-            try_reward_function(function, data, known, args.reward_timeout)
+        for name, (function, _) in self.reward.functions.items():
+            with errors_renamed("^--reward_fn", self.reward.flag_of(name)):
+                try_reward_function(function, data, known, args.reward_timeout)
         with named_as_evaluation():
-            if judge_function and self.held_out:
-                try_reward_function(judge_function, self.held_out, known, args.reward_timeout)
+            for name, (judge, _) in judges.items():
+                if self.held_out:
+                    with errors_renamed("^--reward_fn", self.judge.flag_of(name)):
+                        try_reward_function(judge, self.held_out, known, args.reward_timeout)
 
     def _build_models(self, start: PreTrainedModel | None, weight: float) -> None:
         """Make the other models from the actor, which gets its adapters with --lora_r. start, weight: of
@@ -400,7 +403,8 @@ class PpoRun(Run):
         if self.held_out:
             data += f"\nheld out {(self.held_out_pairs or self.held_out).describe()} {self.display.tested}"
         adapters = describe_adapters(self.actor)
-        parts = [name for name in self.reward.names if not name.startswith("score")]
+        sums = ("score", "score_raw", *(["function"] if len(self.reward.functions) > 1 else []))
+        parts = [name for name in self.reward.names if name not in sums]
         lines = [
             f"policy   {args.model}: {self.ref.num_parameters() / 1e6:.2f}M parameters, "
             f"{self.actor.config.model_type}",
@@ -447,7 +451,8 @@ class PpoRun(Run):
         reward = self.reward
         answered = not self.args.offline_data_path and self.data.answers
         parts = []
-        if reward.function and (answered or fields_read(reward.function, self.data.columns)):
+        functions = [function for function, _ in reward.functions.values()]
+        if functions and (answered or any(fields_read(f, self.data.columns) for f in functions)):
             parts.append("function")
         if reward.server and answered:
             parts.append("server")
@@ -471,9 +476,12 @@ class PpoRun(Run):
             "tokenizer": short_hash(sorted(self.tokenizer.get_vocab().items())),
             "offline_data_path" if self.args.offline_data_path else "data_path": self.data.fingerprint,
         }
-        if self.reward.function:
+        if self.reward.functions:
             found["reward_fn"] = code_hash(self.args.reward_fn)
-            fields = fields_read(self.reward.function, self.data.columns)
+            weights = [f"{name}={weight:g}" for name, (_, weight) in self.reward.functions.items()]
+            found["reward_fn weights"] = " ".join(weights)
+            functions = [function for function, _ in self.reward.functions.values()]
+            fields = dict.fromkeys(x for f in functions for x in fields_read(f, self.data.columns))
             found |= {f"data_path {field}": text for field, text in self.data.field_hashes(fields).items()}
         return found
 

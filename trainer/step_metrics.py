@@ -4,6 +4,7 @@ Every metric is explained in docs/metrics.md. The sums are exact over processes 
 trained with these numbers.
 """
 
+import math
 from itertools import chain
 
 import torch
@@ -28,7 +29,7 @@ def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
     if run.uses_reference and not run.args.offline_data_path:  # of logged answers it is the old actor
         k1, _, k3 = ppo.kl_estimators(new.old_logprobs, new.ref_logprobs)
         of_tokens |= {"kl/k1": k1, "kl/k3": k3}
-        metrics.add("kl/sequence", ppo.masked_sum(k1, mask), len(new.tokens))
+        metrics.add("kl/sequence", ppo.masked_sum(k1, mask), mask.any(1).sum())
     if new.old_logprobs is not new.sampler_logprobs:  # else they were not computed twice
         of_tokens["rollout/sampler_gap"] = (new.sampler_logprobs - new.old_logprobs).abs()
         of_tokens["rollout/importance_weight"] = new.importance_weights
@@ -40,7 +41,7 @@ def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
         metrics.add("value/explained_variance", explained)
         metrics.add("value/scale", run.critic.scale)
     sums = {name: ppo.masked_sum(x, mask) for name, x in of_tokens.items()}
-    metrics.add_all(sums, new.response_len.sum())
+    metrics.add_all(sums, mask.sum())
     metrics.add("policy/advantage_std", new.advantage_std)
     if run.kl.target:
         metrics.add("kl/coef", run.kl.coef)
@@ -54,7 +55,9 @@ def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics) -> dict[str, float
     args = run.args
     rollout = batch.rollout
     responses = rollout.responses()
-    sums: dict[str, Number] = {f"reward/{name}": x.sum() for name, x in batch.scores.items()}
+    for name, x in batch.scores.items():
+        add_scores(metrics, f"reward/{name}", x)
+    sums: dict[str, Number] = {}
     if run.reward.models:
         sums["reward/at_limit"] = run.reward.at_limit(batch.raw).sum()
     if args.filter_groups:
@@ -66,10 +69,20 @@ def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics) -> dict[str, float
     sums["rollout/repetition"] = torch.tensor([repetition(ids) for ids in responses]).sum()
     metrics.add_all(sums, len(responses))
     metrics.add_all(batch_metrics(responses, batch.scores["score"], run.world))
+    if run.reward.functions:
+        for logged in run.world.gather(batch.raw.logged):
+            for name, values in logged.items():
+                metrics.add(f"function/{name}", sum(values), len(values))
     means = metrics.means(run.world)
     means |= {f"perf/{name}_seconds": x for name, x in batch.seconds.items()}
     means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(batch.seconds.values())
     return means
+
+
+def add_scores(metrics: Metrics, name: str, scores: Tensor) -> None:
+    """Add numbers of responses to a metric, without those that are NaN: where nothing was said."""
+    said = scores[~scores.isnan()]
+    metrics.add(name, said.sum(), len(said))
 
 
 def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> dict[str, Number]:
@@ -78,16 +91,19 @@ def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> d
     responses: this process' B lists of ids; scores [B]: theirs. "rollout/distinct": responses of which no two
     are equal, token by token, divided by all; "reward/score_std": population standard deviation of the
     scores; "rollout/score_length_corr": Pearson's correlation of score and length in tokens, 0 where one of
-    them does not vary.
+    them does not vary; "reward/unscored", only if there are any: the share without a score, which is NaN.
     """
     mine = [(hash(tuple(ids)), x, len(ids)) for ids, x in zip(responses, scores.tolist(), strict=True)]
     texts, scores_of_all, lengths = zip(*chain.from_iterable(world.gather(mine)), strict=True)
-    every = torch.ones(len(texts), dtype=torch.bool)
     numbers = torch.tensor([scores_of_all, lengths], dtype=torch.float64)  # each process has those of all
-    score, length = (ppo.centred(x, every, torch.clone)[0] for x in numbers)
-    return {
+    scored = ~numbers[0].isnan()
+    score, length = (ppo.centred(x, scored, torch.clone)[0][scored] for x in numbers)
+    found: dict[str, Number] = {}
+    if len(score) < len(texts):
+        found["reward/unscored"] = 1 - len(score) / len(texts)
+    return found | {
         "rollout/distinct": len(set(texts)) / len(texts),
-        "reward/score_std": score.square().mean().sqrt().item(),
+        "reward/score_std": score.square().mean().sqrt().item() if len(score) else 0.0,
         "rollout/score_length_corr": torch.cosine_similarity(score, length, dim=0).item(),  # 0 if one is 0
     }
 
@@ -99,14 +115,19 @@ def rows_of_step(run: PpoRun, batch: Batch) -> Rows:
     """What is kept of a step's responses, of all processes, which must all call it: the first one and those
     that stand out."""
     rows = [row for theirs in run.world.gather(answer_rows(batch)) for row in theirs]
-    by_score = sorted(rows, key=lambda row: row["parts"]["score"])
+    scored = [row for row in rows if "score" in row["parts"]]
+    by_score = sorted(scored, key=lambda row: row["parts"]["score"])
     longest = max(rows, key=lambda row: row["length"])
-    kept = {"first": rows[0], "best": by_score[-1], "worst": by_score[0], "longest": longest}
+    kept = {"first": rows[0]}
+    if scored:
+        kept |= {"best": by_score[-1], "worst": by_score[0]}
+    kept["longest"] = longest
     return {"samples.jsonl": [{**row, "kind": kind} for kind, row in kept.items()]}
 
 
 def answer_rows(batch: Batch) -> list[Row]:
-    """A row of each response: prompt, text, the parts of its score, its length in tokens, did it end."""
+    """A row of each response: prompt, text, the parts of its score that say something of it, its length in
+    tokens, did it end."""
     numbers = {name: x.tolist() for name, x in batch.scores.items()}
     lengths = batch.rollout.response_len.tolist()
     finished = batch.rollout.finished.tolist()
@@ -114,7 +135,7 @@ def answer_rows(batch: Batch) -> list[Row]:
         {
             "prompt": prompt.prompt,
             "response": batch.texts[i],
-            "parts": {name: round(x[i], 4) for name, x in numbers.items()},
+            "parts": {name: round(x[i], 4) for name, x in numbers.items() if not math.isnan(x[i])},
             "length": lengths[i],
             "finished": finished[i],
         }

@@ -94,11 +94,11 @@ def flag_parser() -> FlagParser:
     add_sampled("--thinking_reward", 0.0, "times MiniMind's points for a thought; 1 is usual")
     add_sampled("--reward_model", [], "PATH, or PATH=WEIGHT …", type=path)
     add("--reward_dtype", "auto", "of its weights; auto: as the checkpoint's", choices=DTYPES)
-    add_sampled("--reward_fn", path, "a function of yours: path.py:function")
+    add_sampled("--reward_fn", [], "functions of yours: path.py:function, or f.py:g=WEIGHT …", type=path)
     add_sampled("--reward_url", "", "a server that scores; docs/rewards.md", may_change=True)
     add("--reward_timeout", 600.0, "seconds for --reward_fn, _url", may_change=True)
     add("--eval_reward_model", [], "only evaluates", type=path)
-    add("--eval_reward_fn", path, "only evaluates: path.py:function")
+    add("--eval_reward_fn", [], "only evaluates: path.py:function …", type=path)
     add_sampled(
         "--missing_eos_penalty",
         float,
@@ -415,7 +415,7 @@ def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> Loss:
     loss, info = ppo.value_loss(
         values, mb.values, mb.returns, mb.mask, cliprange=args.cliprange_value, scale=run.critic.scale
     )
-    metrics.add_all(info, count=mb.response_len.sum())
+    metrics.add_all(info, count=mb.mask.sum())
     metrics.add("value/balance_loss", balance, len(mb.tokens))
     return args.vf_coef * loss / token_count + balance / run.minibatch_size, metrics
 
@@ -453,7 +453,7 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> Loss:
     total_entropy = ppo.masked_sum(entropy, mb.mask)
     if args.entropy_coef:
         loss = loss - args.entropy_coef / mb.advantage_unit * total_entropy
-    metrics.add_all({**info, "policy/entropy": total_entropy}, count=mb.response_len.sum())
+    metrics.add_all({**info, "policy/entropy": total_entropy}, count=mb.mask.sum())
     metrics.add("policy/balance_loss", balance, len(mb.tokens))
     return loss / token_count + balance / run.minibatch_size, metrics
 
@@ -513,7 +513,7 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
     minibatches = [
         rollout.rows([start + row for row in rows]) for start in starts for rows in rows_of_minibatch
     ]
-    token_counts = run.world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
+    token_counts = run.world.sum(torch.stack([mb.mask.sum() for mb in minibatches])).clamp(min=1).tolist()
     order = minibatch_order(
         step, older=args.replay_batches, count=len(rows_of_minibatch), epochs=args.ppo_epochs, seed=args.seed
     )

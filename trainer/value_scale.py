@@ -52,7 +52,7 @@ class RunningScale(Kept):
 
 def is_informative(rollout: Rollout, sum_over_processes: ppo.Sum) -> bool:
     """Do the batch's scores differ, or the rewards within its responses? If not, nothing can be learned."""
-    found = [ppo.moments(rollout.scores, torch.ones_like(rollout.finished))]
+    found = [ppo.moments(rollout.scores, ~rollout.scores.isnan())]
     if rollout.step_rewards is not None:
         found.append(ppo.moments(rollout.step_rewards, rollout.mask))
     return any(ppo.mean_std(total)[1] > 0 for total in sum_over_processes(torch.stack(found)))

@@ -88,8 +88,8 @@ def test_one_part_alone_has_no_second_name():
         return {name: x.item() for name, x in scores.items()}
 
     ones = lambda p, r, a: [1.0] * len(r)  # noqa: E731
-    assert found(Judge(function=ones)) == {"judge": 1.0}
-    two = Judge({"model": (lambda c: torch.ones(len(c)), 0.5)}, ones)
+    assert found(Judge(functions={"function": (ones, 1.0)})) == {"judge": 1.0}
+    two = Judge({"model": (lambda c: torch.ones(len(c)), 0.5)}, {"function": (ones, 1.0)})
     assert found(two) == {"judge": 1.5, "judge_model": 0.5, "judge_function": 1.0}
     assert found(Judge()) == {}
 

@@ -36,11 +36,11 @@ def judging(table, weight=1.0):
     return lambda asked: torch.tensor([table[f"{prompt}: {text}"] for prompt, text in asked]), weight
 
 
-OWN = {"function": lambda prompts, *_: [1.0] * len(prompts), "reasoning": False}
+OWN = {"functions": {"function": (lambda prompts, *_: [1.0] * len(prompts), 1.0)}, "reasoning": False}
 UNEQUAL = {"models": {"model": judging({"p: a": 8.0, "q: b": 0.0}, -0.5)}, "reasoning": False}
 NORMALISED = {
     "normalize_reward": True,
-    "function": lambda prompts, *_: [50.0, 70.0][: len(prompts)],
+    "functions": {"function": (lambda prompts, *_: [50.0, 70.0][: len(prompts)], 1.0)},
     "server": lambda request: torch.tensor([50.0, 70.0])[: len(request.responses)],
     "length_reward": 0.5,
     "missing_eos_penalty": 0.25,
@@ -112,7 +112,7 @@ def steps_of(prompts, responses, answers, tag):
 
 ROWS = {
     "models": {name: (lambda asked: torch.tensor([number_of(*x) for x in asked]), 0.5) for name in "mn"},
-    "function": steps_of,
+    "functions": {"function": (steps_of, 1.0)},
     "server": lambda request: [
         number_of(p.text, r) for p, r in zip(request.prompts, request.responses, strict=True)
     ],
@@ -254,7 +254,7 @@ def test_every_flag_reaches_the_reward(tmp_path):
     both = [f"{one}=-2", other], {"model_one": -2, "model_other": 1}
     for specs, weights in (([one], {"model": 1}), both):
         args = train_ppo.parse_args([*argv, "--reward_model", *specs])
-        reward = make_reward(args, None)
+        reward = make_reward(args, {})
         assert {name: weight for name, (_, weight) in reward.models.items()} == weights
         load_models(reward, args, CPU, torch.float32)
         assert {name: weight for name, (_, weight) in reward.models.items()} == weights

@@ -69,6 +69,7 @@ RULES = [  # (rule, its arguments, what it gives)
     (rules.overlong_penalty, (3, 4, 2, 0.5), 0.25),
     (rules.overlong_penalty, (1, 4, 4, 1.0), 0.25),  # every token costs
     *((rules.exact_answer, (["q"], [text], [answer]), [right]) for text, answer, right in NUMBERS),
+    (rules.exact_answer, (["q", "q"], ["5", "5"], [None, "5"]), [None, 1.0]),
 ]
 
 

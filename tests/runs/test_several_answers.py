@@ -26,7 +26,7 @@ def test_the_first_batchs_scores_are_compared_as_they_are_before_they_are_normal
     assert scores_to_compare(reward, raw).tolist() == [5, 9, 6]
     learned = reward.combine(raw, ALONE)["score"]
     assert scores_to_compare(reward, raw).equal(learned)
-    plain = Reward(reasoning=False, function=len)
+    plain = Reward(reasoning=False, functions={"function": (len, 1.0)})
     assert scores_to_compare(plain, RawScores({"function": torch.tensor([1.0])})).tolist() == [1]
 
 
@@ -34,7 +34,7 @@ def test_scores_are_compared_without_what_is_taken_off_for_length():
     """Two wrong answers, one of them cut and the other long: nothing to compare."""
     parts = {"function": [0.3, 0.3], "missing_eos": [-1.0, 0.0], "overlong": [0.0, -0.5]}
     raw = RawScores({name: torch.tensor(scores) for name, scores in parts.items()})
-    scores = scores_to_compare(Reward(reasoning=False, function=len), raw)
+    scores = scores_to_compare(Reward(reasoning=False, functions={"function": (len, 1.0)}), raw)
     assert rows_of_equal_groups(scores, 2) == [0, 1]
 
 

@@ -160,7 +160,7 @@ def test_an_accuracy_whose_answers_the_reward_gets_is_not_called_never_rewarded(
 def test_who_gets_the_answers(function, server, answered, offline, text):
     """A reward model never does; a function also by a field of the records that it asks for."""
     run = SimpleNamespace(
-        reward=SimpleNamespace(function=function, server=server),
+        reward=SimpleNamespace(functions={"function": (function, 1.0)} if function else {}, server=server),
         data=SimpleNamespace(answers=answered, columns={"prompt": None, "gold": None}),
         args=SimpleNamespace(offline_data_path=offline),
     )

@@ -39,7 +39,7 @@ class Rollout:
     response_len: Tensor  # [B] int64, at least 1; includes the EOS, if one was sampled
     finished: Tensor  # [B] bool; True: ended by an EOS or a stop string, False: cut at max_gen_len
     sampler_logprobs: Tensor  # [B, R] the sampler's own
-    scores: Tensor = LATER  # [B] the rewards' sum
+    scores: Tensor = LATER  # [B] the rewards' sum, NaN where no part of the reward says anything
     step_rewards: Tensor | None = None  # [B, R] what of it belongs to tokens inside the response
     ref_logprobs: Tensor = LATER  # [B, R]
     old_logprobs: Tensor = LATER  # [B, R] of the training forward, or the sampler's (``sampler_has_scored``)
@@ -55,8 +55,10 @@ class Rollout:
 
     @property
     def mask(self) -> Tensor:
-        """[B, R] bool, True on response tokens. From lengths, never from ``== pad``: pad may equal EOS."""
-        return length_mask(self.response_len, self.sampler_logprobs.shape[1])
+        """[B, R] bool, True on response tokens, but for responses without a score: nothing is learned from
+        these. From lengths, never from ``== pad``: pad may equal EOS."""
+        mask = length_mask(self.response_len, self.sampler_logprobs.shape[1])
+        return mask if self.scores is LATER else mask & ~self.scores.isnan()[:, None]
 
     @cached_property
     def layout(self) -> Layout:

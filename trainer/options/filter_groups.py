@@ -9,19 +9,19 @@ takes depends on nothing that was sampled. What still scores the same after N ti
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainer.collect import Batch, noise_of_step, raw_scores, respond, sampling_from
 from trainer.compute.rollout_data import join_rollouts
-from trainer.rewards.combine import RawScores, Reward
-
-OF_LENGTH = ("missing_eos", "overlong")  # parts of the score: whether an answer was cut says nothing of it
+from trainer.rewards.combine import OF_LENGTH, RawScores, Reward
 
 
 def rows_of_equal_groups(scores: Tensor, answers: int) -> list[int]:
-    """Scores [B] -> the rows of the prompts whose answers all score the same."""
+    """Scores [B] -> the rows of the prompts whose answers all score the same; NaN, no score, differs from
+    none."""
     groups = scores.view(-1, answers)
-    equal = groups.amax(1) == groups.amin(1)
+    equal = groups.nan_to_num(-torch.inf).amax(1) <= groups.nan_to_num(torch.inf).amin(1)
     return equal.repeat_interleave(answers).nonzero()[:, 0].tolist()
 
 

@@ -42,9 +42,9 @@ class KlTarget(Kept):
         if step <= self.learner.first_batch or step % self.every:
             return
         k1 = torch.where(newest.mask, newest.old_logprobs - newest.ref_logprobs, 0.0).double().sum()
-        count = torch.full_like(k1, len(newest.tokens))
+        count = newest.mask.any(1).sum().to(k1)  # responses with a score
         total, responses = sum_over_processes(torch.stack([k1, count])).tolist()
-        if math.isfinite(total):
+        if math.isfinite(total) and responses:
             error = total / responses / self.target - 1
             error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
             self.coef *= 1 + error * responses / self.horizon

@@ -2,7 +2,7 @@
 
     Request -> raw_scores -> RawScores -> combine -> {part: [B], "score": their sum [B]}
 
-The parts: rules about the text (rules.py), reward models (reward_models.py), a function of the user's
+The parts: rules about the text (rules.py), reward models (reward_models.py), functions of the user's
 (reward_function.py), a reward server (reward_server.py). All of them read text, never the policy's tokens;
 reward models get messages as messages. Of a model that thinks, reward models and the repetition penalty see
 what follows ``</think>``; all others see the whole response. With ``--reasoning 1`` all see the whole.
@@ -29,29 +29,32 @@ import json
 import math
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dataset.lm_dataset import Prompt
 from errors import InputError
 from trainer.rewards import rules
 from trainer.rewards.reward_function import (
     Request,
-    RewardFunction,
+    RewardFunctions,
     Steps,
     call_reward_function,
 )
 from trainer.rewards.reward_models import RewardModel, RewardModels, load_reward_models, named_models
 from trainer.rewards.reward_server import RewardServer
 
-Parts = dict[str, Tensor]  # {name of the part: scores [B]}
+Parts = dict[str, Tensor]  # {name of the part: scores [B]}, NaN where a function says nothing of a response
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
 SMALLEST_STD = 1e-6  # the least divisor of a normalised score: if all are equal, their std is 0
+OF_LENGTH = ("missing_eos", "overlong")  # parts of the score: whether a response was cut says nothing of it
 
 
 @dataclass
@@ -61,7 +64,8 @@ class RawScores:
     parts: Parts = field(default_factory=dict)
     # {reward model: scores [B] of the answer blocks alone}, NaN where a response has no block
     blocks: Parts = field(default_factory=dict)
-    steps: list[Steps] = field(default_factory=list)  # of the function's scores; [] without a function
+    steps: list[Steps] = field(default_factory=list)  # of the functions' scores; [] without a function
+    logged: dict[str, list[float]] = field(default_factory=dict)  # {name: what functions gave log_metric}
 
     def replace(self, rows: list[int], new: "RawScores") -> None:
         """The responses of ``rows`` get what ``new`` says of them."""
@@ -70,6 +74,8 @@ class RawScores:
                 mine[name][rows] = scores
         for row, steps in zip(rows, new.steps, strict=False):
             self.steps[row] = steps
+        for name, values in new.logged.items():
+            self.logged.setdefault(name, []).extend(values)
 
 
 @dataclass
@@ -87,12 +93,16 @@ class RunningStats:
 
     @classmethod
     def of(cls, x: Tensor) -> "RunningStats":
-        """The statistics of a tensor's numbers, which must be finite."""
-        x = x.double()
+        """The statistics of a tensor's numbers, which must be finite, but for NaN, which are left out."""
+        x = x[~x.isnan()].double()
+        if not len(x):
+            return cls()
         return cls(x.numel(), x.mean().item(), (x - x.mean()).square().sum().item())
 
     def __add__(self, other: "RunningStats") -> "RunningStats":
         count = self.count + other.count
+        if not other.count:
+            return self
         gap = other.mean - self.mean
         share = other.count / count
         squares = self.squares + other.squares + gap * gap * self.count * share
@@ -101,7 +111,7 @@ class RunningStats:
     @property
     def std(self) -> float:
         """The population's standard deviation."""
-        return math.sqrt(self.squares / self.count)
+        return math.sqrt(self.squares / max(self.count, 1))
 
 
 @dataclass(eq=False)
@@ -113,7 +123,7 @@ class Reward:
     fail in one process, while ``combine`` exchanges statistics between all of them."""
 
     models: RewardModels = field(default_factory=dict)
-    function: RewardFunction | None = None  # the user's
+    functions: RewardFunctions = field(default_factory=dict)  # the user's
     server: RewardServer | None = None
     reasoning: bool = False
     normalize_reward: bool = False
@@ -128,6 +138,16 @@ class Reward:
     thinking_reward: float = 0.0
     whole: bool = False  # thoughts are judged too, as always with reasoning
     running: dict[str, RunningStats] = field(default_factory=dict)  # of the normalised parts' raw scores
+
+    @property
+    def normalised(self) -> list[str]:
+        """The parts that are normalised: models, the server, and functions where there are several."""
+        functions = self.functions if len(self.functions) > 1 else ()
+        return [*self.models, *functions, "server"] if self.normalize_reward else []
+
+    def flag_of(self, name: str) -> str:
+        """How errors name the function of a part."""
+        return "--reward_fn" + (f" {name.removeprefix('function_')}" if len(self.functions) > 1 else "")
 
     @property
     def names(self) -> list[str]:
@@ -154,11 +174,20 @@ class Reward:
             ]
         if self.models:
             parts |= self._ask_models(request, said, raw)
-        if self.function:
-            scores, raw.steps = call_reward_function(self.function, request, self.reward_timeout)
-            parts["function"] = finite("--reward_fn", scores, texts)
+        for name, (function, weight) in self.functions.items():
+            with errors_renamed("^--reward_fn", self.flag_of(name)):
+                scores, steps = call_reward_function(function, request, self.reward_timeout)
+                parts[name] = finite("--reward_fn", scores, texts, request.prompts)
+            if any(steps) and name in self.normalised:
+                raise InputError(
+                    f"{self.flag_of(name)}: with several functions --normalize_reward 1 needs "
+                    "numbers, and this one returned steps; leave the flag out"
+                )
+            weighted = [[(offset, weight * x) for offset, x in pairs] for pairs in steps]
+            raw.steps = [a + b for a, b in zip(raw.steps, weighted, strict=True)] if raw.steps else weighted
+        raw.logged = request.logged
         if self.server:
-            parts["server"] = finite("--reward_url", self.server(request), texts)
+            parts["server"] = finite("--reward_url", self.server(request), texts, request.prompts)
         if self.repetition_penalty:
             parts["repetition"] = [-rules.repetition_penalty(text, self.repetition_penalty) for text in said]
         if self.length_reward:
@@ -186,33 +215,41 @@ class Reward:
                 asked.append((prompt, block))
         found = {name: model(asked) for name, (model, _) in self.models.items()}
         for name, scores in found.items():  # all have scored: sharded ones need all processes
-            finite("--reward_model", scores, [text for _, text in asked])
+            prompts = [*request.prompts, *(request.prompts[row] for row in rows)]
+            finite("--reward_model", scores, [text for _, text in asked], prompts)
             raw.blocks[name] = torch.full((count,), math.nan)
             raw.blocks[name][rows] = scores[count:]
         return {name: scores[:count] for name, scores in found.items()}
 
     def combine(self, raw: RawScores, world: Any = None) -> Parts:
         """``RawScores`` -> {part: [B], "score": their sum [B]}; {} without any. With ``--normalize_reward``
-        also "score_raw": the sum with raw scores times weights.
+        also "score_raw": the sum with raw scores times weights. With several functions also "function": the
+        sum of theirs. NaN where no part says anything of a response.
 
         world: of training, a ``World`` (runs/distributed.py): the running statistics first take in the raw
         scores of all its processes, so all must call this. Evaluation gives none: they stay as they are.
         """
         if not raw.parts:
             return {}
-        normalised = [
-            name for name in (*self.models, "server") if self.normalize_reward and name in raw.parts
-        ]
+        normalised = [name for name in self.normalised if name in raw.parts]
         if world:
             for name in normalised:
                 new = world.gather(RunningStats.of(raw.parts[name]))
                 self.running[name] = sum(new, self.running.get(name, RunningStats()))
-        parts = raw.parts | {name: self._clipped(name, raw.parts[name]) for name in normalised}
-        parts |= self._of_models(raw, self._clipped)
+        changed = raw.parts | {name: self._clipped(name, raw.parts[name]) for name in normalised}
+        parts = changed | self._of_models(raw, self._clipped) | self._of_functions(changed)
         scores = parts | {"score": total(parts)}
         if normalised:
-            scores["score_raw"] = total(raw.parts | self._of_models(raw, lambda name, scores: scores))
+            scores["score_raw"] = total(
+                raw.parts | self._of_models(raw, lambda name, scores: scores) | self._of_functions(raw.parts)
+            )
+        if len(self.functions) > 1:
+            scores["function"] = total({name: parts[name] for name in self.functions})
         return scores
+
+    def _of_functions(self, parts: Parts) -> Parts:
+        """{function: scores [B] times its weight}"""
+        return {name: weight * parts[name] for name, (_, weight) in self.functions.items() if name in parts}
 
     def _of_models(self, raw: RawScores, change: Callable[[str, Tensor], Tensor]) -> Parts:
         """{reward model: scores [B]}: 0.4 that of the whole response + 0.6 that of its answer block, if it
@@ -250,14 +287,18 @@ class Reward:
 
 
 @contextmanager
-def named_as_evaluation() -> Iterator[None]:
-    """In this block or function, errors on --reward_fn and --reward_model name --eval_reward_fn and
-    --eval_reward_model: the code that raises them is the same."""
+def errors_renamed(pattern: str, new: str) -> Iterator[None]:
+    """In this block or function, what an error says of a flag becomes something else."""
     try:
         yield
     except InputError as error:
-        error.args = (re.sub(r"--reward_(fn|model)\b", r"--eval_reward_\1", str(error)),)
+        error.args = (re.sub(pattern, new, str(error)),)
         raise
+
+
+# Errors on --reward_fn and --reward_model name --eval_reward_fn and --eval_reward_model: the code that raises
+# them is the same.
+named_as_evaluation = partial(errors_renamed, r"--reward_(fn|model)\b", r"--eval_reward_\1")
 
 
 class Judge(Reward):
@@ -271,35 +312,43 @@ class Judge(Reward):
         """``RawScores`` -> {name: scores [B]}, "judge" is the sum of the others; {} without a judge."""
         if not raw.parts:
             return {}
-        weighted = raw.parts | {name: weight * raw.parts[name] for name, (_, weight) in self.models.items()}
+        judges = self.models.items() | self.functions.items()
+        weighted = raw.parts | {name: weight * raw.parts[name] for name, (_, weight) in judges}
         parts = {f"judge_{name}": scores for name, scores in weighted.items()}
         return {"judge": total(parts)} | (parts if len(parts) > 1 else {})
 
 
 def total(parts: Parts) -> Tensor:
-    """{part: [B]} -> their sum [B]"""
-    return torch.stack(list(parts.values())).sum(0)
+    """{part: [B]} -> the sum [B] of those that say something; NaN where none does but for the length."""
+    stacked = torch.stack(list(parts.values()))
+    silent = [scores.isnan() for name, scores in parts.items() if name not in OF_LENGTH]
+    found = torch.where(stacked.isnan(), 0.0, stacked).sum(0)
+    return torch.where(torch.stack(silent).all(0), math.nan, found) if silent else found
 
 
-def finite(flag: str, scores: Tensor | list[float], texts: list[str]) -> Tensor:
-    """Scores [B] of these texts -> the same in fp32. Raises InputError if one is NaN or infinite: it would
-    spoil the whole batch."""
-    scores = torch.as_tensor(scores, dtype=torch.float32)
-    for score, text in zip(scores.tolist(), texts, strict=True):
-        if not math.isfinite(score):
+def finite(
+    flag: str, scores: Tensor | Sequence[float | None], texts: list[str], prompts: list[Prompt]
+) -> Tensor:
+    """Scores [B] of these texts, the responses to prompts -> the same in fp32, NaN for None. Raises
+    InputError if a number is NaN or infinite: it would spoil the whole batch."""
+    given = scores.tolist() if isinstance(scores, Tensor) else scores
+    found = torch.tensor([math.nan if x is None else x for x in given], dtype=torch.float32)
+    for row, score in enumerate(found.tolist()):
+        if given[row] is not None and not math.isfinite(score):
             remedy = "; --dtype float32 may help" if flag == "--reward_model" else ""
             raise InputError(
-                f"{flag}: the score {score} for the response {json.dumps(text, ensure_ascii=False)[:80]}; "
+                f"{flag}: the score {score} for the response "
+                f"{json.dumps(texts[row], ensure_ascii=False)[:80]} to record {prompts[row].index + 1}; "
                 f"scores must be finite{remedy}"
             )
-    return scores
+    return found
 
 
-def make_reward(args: Namespace, function: RewardFunction | None) -> Reward:
-    """Flags -> the ``Reward`` of the run, whose models ``load_models`` loads. function: of --reward_fn."""
+def make_reward(args: Namespace, functions: RewardFunctions) -> Reward:
+    """Flags -> the ``Reward`` of the run, whose models ``load_models`` loads. functions: of --reward_fn."""
     return Reward(
         models=not_loaded(args.reward_model),
-        function=function,
+        functions=functions,
         server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,
         reasoning=args.reasoning,
         normalize_reward=args.normalize_reward,
@@ -314,11 +363,11 @@ def make_reward(args: Namespace, function: RewardFunction | None) -> Reward:
     )
 
 
-def make_judge(args: Namespace, function: RewardFunction | None) -> Judge:
-    """Flags -> the ``Judge`` of the run, as ``make_reward``. function: of --eval_reward_fn."""
+def make_judge(args: Namespace, functions: RewardFunctions) -> Judge:
+    """Flags -> the ``Judge`` of the run, as ``make_reward``. functions: of --eval_reward_fn."""
     return Judge(
         models=not_loaded(args.eval_reward_model),
-        function=function,
+        functions=functions,
         reward_timeout=args.reward_timeout,
         whole=args.reasoning,
     )

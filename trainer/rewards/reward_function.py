@@ -1,41 +1,57 @@
-"""A reward of your own: ``--reward_fn file.py:function`` scores responses with a Python function.
+"""Rewards of your own: ``--reward_fn file.py:function`` scores responses with a Python function.
 
     def score(prompts, responses, answers):     # B prompts (text or messages), texts, answers (text or None)
-        return [...]                            # B finite numbers, or lists of steps
+        return [...]                            # B finite numbers, lists of steps, or None: nothing to say
 
-What else it may ask for, what it may return, and examples: docs/rewards.md. Its scores are the part
-"function" of the reward (combine.py), neither clipped nor normalised. It may take ``--reward_timeout`` s.
+Functions that were written for TRL or verl are known by their parameters (``kind_of``) and called as these
+call them. What a function may ask for and return, with examples: docs/rewards.md. Its scores are a part of
+the reward (combine.py). A call may take ``--reward_timeout`` seconds.
 """
 
+import asyncio
 import copy
 import inspect
+import math
 import operator
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from inspect import Parameter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 
 from dataset.formats import keys_found
-from dataset.lm_dataset import Prompt, RecordDataset
+from dataset.lm_dataset import Prompt, RecordDataset, RLAIFDataset
 from errors import InputError
 from model.weights import short_hash
+from trainer.rewards.reward_models import parse_spec
 
 RewardFunction = Callable[..., object]  # the user's: what it returns is checked
+RewardFunctions = dict[str, tuple[RewardFunction, float]]  # {name of the part: (function, weight)}
 Steps = list[tuple[int, float]]  # (character offset, the length for the end; score) of a response
-Returned = tuple[list[float], list[Steps]]  # the scores of B responses, and their steps
-# The places of names that can mean only one thing: a function with another order must not be called wrongly.
-# "completions" is what TRL calls the responses.
-PLACES = {"prompts": 0, "responses": 1, "completions": 1}
+# The scores of B responses, None where the function says nothing of one; and their steps.
+Returned = tuple[list[float | None], list[Steps]]
+# Of ours. The places of names that can mean only one thing, None for no place: a function with another order
+# must not be called wrongly.
+PLACES: dict[str, int | None] = dict.fromkeys(("data_source", "data_sources", "extra_info"))
+PLACES |= {"prompts": 0, "prompt": 0, "responses": 1, "response": 1, "completion": 1, "ground_truth": 2}
+# What TRL gives beside the fields of the records; answers: where no field has this name.
+TRL = ("prompts", "completions", "completion_ids", "answers", "trainer_state", "log_metric", "log_extra")
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 MADE_UP = ("7", "The answer is 7.")  # responses with which a function is tried
-OF_RUN = ("step", "total_steps")  # what a function may ask for that is no field of the records
+OF_RUN = ("step", "total_steps")  # what a function may ask for that is no field
+SIGNATURES = (
+    "(prompts, responses, answers, ...), TRL's (prompts, completions, ..., **kwargs) or "
+    "verl's (data_source, solution_str, ground_truth, extra_info)"
+)
 
 
 @dataclass
@@ -46,17 +62,55 @@ class Request:
     responses: list[str]
     finished: list[bool]  # False for a response that was cut at --max_gen_len
     lengths: Sequence[int]  # in tokens
-    # {one of ``names_of_run``: its value}; step: batches that were learned from so far
-    of_run: dict[str, int] = field(default_factory=dict)
+    ids: Sequence[list[int]] = ()  # their tokens
+    of_run: dict[str, object] = field(default_factory=dict)  # ``values_of_run``
+    logged: dict[str, list[float]] = field(default_factory=dict)  # {name: what a function gave log_metric}
 
 
-def load_reward_function(spec: str) -> RewardFunction | None:
-    """``path.py:function`` -> the function, None for "". Raises InputError if it does not exist, if importing
-    it fails, or if it cannot be called with prompts, responses and answers."""
-    if not spec:
-        return None
-    path, _, name = spec.rpartition(":")
+# ---------------------------------------------------------------- files and flags
+
+
+def named_functions(specs: list[str]) -> dict[str, tuple[str, str, float]]:
+    """["path.py:function" or "path.py:function=WEIGHT", …] -> {name of the part: (path, function, weight)}. A
+    single function is the part "function"; several are "function_<name>", named after their files where two
+    functions have one name."""
+    found: dict[str, tuple[str, str, float]] = {}
+    parsed = []
+    for spec in specs:
+        text, weight = parse_spec(spec, "--reward_fn")
+        path, _, function = text.rpartition(":")
+        parsed.append((path, function, weight))
+    count = Counter(function for _, function, _ in parsed)
+    for path, function, weight in parsed:
+        name = f"function_{function if count[function] == 1 else Path(path).stem}"
+        if len(specs) == 1:
+            name = "function"
+        while name in found:
+            name += "_"
+        found[name] = path, function, weight
+    return found
+
+
+def load_reward_functions(specs: list[str]) -> RewardFunctions:
+    """--reward_fn -> the functions with their weights. Raises InputError if one does not exist, if importing
+    its file fails, or if its parameters are of no ``kind_of``."""
+    modules: dict[str, ModuleType] = {}  # a file is imported once
+    found = {}
+    for part, (path, name, weight) in named_functions(specs).items():
+        if path not in modules:
+            modules[path] = import_file(path, name)
+        function = getattr(modules[path], name, None)
+        if not callable(function):
+            raise InputError(f"--reward_fn {path}: has no function {name!r}")
+        kind_of(function)
+        found[part] = function, weight
+    return found
+
+
+def import_file(path: str, name: str) -> ModuleType:
+    """The module of a file that has a function of this name. Raises InputError."""
     if not Path(path).is_file():
+        spec = f"{path}:{name}" if path else name
         raise InputError(
             f"--reward_fn {spec}: no such file, or no function named; write it as path.py:function"
         )
@@ -64,22 +118,123 @@ def load_reward_function(spec: str) -> RewardFunction | None:
     module = ModuleType(f"reward_fn_{Path(path).stem}")
     module.__file__ = os.path.abspath(path)  # the function may change the working directory
     sys.modules[module.__name__] = module  # dataclasses look up their module there
+    folder = os.path.dirname(module.__file__)
+    if folder not in sys.path:  # files beside it can be imported, as when it is run as a script
+        sys.path.append(folder)  # behind all that has such a name already
     try:
-        with torch.set_grad_enabled(True):  # what the code sets ends with this block
+        with contained():
             exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         raise InputError(f"--reward_fn {path}: importing it failed: {repr(error)[:200]}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise InputError(f"--reward_fn {path}: has no function {name!r}")
-    wanted(function)
-    return function
+    return module
+
+
+def code_hash(specs: list[str]) -> str:
+    """--reward_fn -> the hash of the code, and of weights other than 1; "" for none."""
+    found: list[str | float] = []
+    for path, name, weight in named_functions(specs).values():
+        found += [name, Path(path).read_bytes().hex()]
+        found += [weight] if weight != 1 else []
+    return short_hash(found) if found else ""
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """In this block the user's code runs. What it sets for the whole process is set back."""
+    dtype = torch.get_default_dtype()
+    device = torch.get_default_device()
+    threads = torch.get_num_threads()
+    streams = sys.stdout, sys.stderr
+    try:
+        with torch.set_grad_enabled(True):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        sys.stdout, sys.stderr = streams
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            if getattr(sys, name).closed:
+                setattr(sys, name, open(number, "w", errors="replace", closefd=False))  # noqa: SIM115
+
+
+# ---------------------------------------------------------------- what it takes
+
+
+def parameters(function: RewardFunction) -> dict[str, Parameter]:
+    """{name: parameter}. Raises InputError where Python does not know them."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except ValueError:
+        raise InputError(
+            "--reward_fn: the parameters of a compiled function are not known; call it in one of your own"
+        ) from None
+
+
+def kind_of(function: RewardFunction) -> str:
+    """By whose custom a function is called: "verl", "TRL" or "ours". Raises InputError if its parameters fit
+    none of these."""
+    names = parameters(function)
+    kinds = [p.kind for p in names.values()]
+    described = f"({', '.join(map(str, names.values()))[:100]})"
+    if kinds == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
+        raise InputError(
+            f"--reward_fn: {described} does not say what the function takes; put @functools.wraps(function) "
+            "into its decorator, or name the parameters"
+        )
+    if "solution_str" in names:
+        kind = "verl"
+        fits = {*VERL}.issuperset(name for name, p in names.items() if must_have(p))
+    elif {"completions", "completion_ids"} & names.keys() or kinds == [Parameter.VAR_KEYWORD]:
+        kind = "TRL"
+        fits = Parameter.POSITIONAL_ONLY not in kinds
+    else:
+        kind = "ours"
+        places = enumerate([*names][:3])
+        fits = bool(first_three(function)) and all(PLACES.get(name, place) == place for place, name in places)
+    if not fits:
+        raise InputError(f"--reward_fn: a function takes {SIGNATURES}; this one takes {described}")
+    return kind
+
+
+def first_three(function: RewardFunction) -> list[str]:
+    """The names of the parameters that get prompts, responses and answers; [] if it takes fewer."""
+    try:
+        return [*inspect.signature(function).bind_partial("prompts", "responses", "answers").arguments]
+    except TypeError:
+        return []
+
+
+def wanted(function: RewardFunction) -> dict[str, Parameter]:
+    """What a function asks for beside what every function of its kind is given -> {name: parameter}: fields
+    of the records, and ``OF_RUN``. Raises InputError as ``kind_of``."""
+    kind = kind_of(function)
+    given = {"verl": VERL[1:], "TRL": TRL, "ours": first_three(function)}[kind]
+    return {
+        name: p
+        for name, p in parameters(function).items()
+        if name not in given and p.kind != p.VAR_POSITIONAL and (kind != "verl" or name in VERL)
+    }
+
+
+def must_have(p: Parameter) -> bool:
+    """Whether a parameter has no default, and is not *rest or **columns."""
+    return p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+
+
+def takes(function: RewardFunction, name: str) -> bool:
+    """Whether a function has a parameter of this name, or takes all names."""
+    found = parameters(function)
+    return name in found or any(p.kind == p.VAR_KEYWORD for p in found.values())
 
 
 def check_fields(function: RewardFunction, of_run: list[str], *datasets: RecordDataset | None) -> None:
     """Raise InputError if a function asks for what the records of one of the datasets do not have. of_run:
     what it may ask for besides (``names_of_run``)."""
     asked = wanted(function)
+    third = first_three(function)[2:] if kind_of(function) == "ours" else []  # it gets the answers
     for data in filter(None, datasets):
         for parameter, p in asked.items():
             if must_have(p) and parameter not in data.columns and parameter not in of_run:
@@ -87,21 +242,13 @@ def check_fields(function: RewardFunction, of_run: list[str], *datasets: RecordD
                     f"--reward_fn: its parameter {parameter!r} is no key of the records of {data.path}; "
                     f"{keys_found(data.columns)}: rename it, or give it a default"
                 )
-
-
-def try_reward_function(
-    function: RewardFunction, data: RecordDataset, of_run: dict[str, int], seconds: float
-) -> None:
-    """Call a function once, with made-up responses to the first prompts. Raises InputError as
-    ``call_reward_function``; the scores themselves are thrown away."""
-    request = Request(
-        prompts=[data[i % len(data)] for i in range(len(MADE_UP))],
-        responses=[*MADE_UP],
-        finished=[True] * len(MADE_UP),
-        lengths=[len(text.split()) for text in MADE_UP],
-        of_run=of_run,
-    )
-    call_reward_function(function, request, seconds)
+        for name in third:
+            if name in data.columns and name != "answer" and data[0].record.get(name) != data[0].answer:
+                raise InputError(
+                    f"--reward_fn: its third parameter {name!r} gets the answers, but records of {data.path} "
+                    f"have a field of that name with something else in it; give --answer_key {name}, or "
+                    f"call the third answers and ask for {name} behind it"
+                )
 
 
 def names_of_run(*datasets: RecordDataset | None) -> list[str]:
@@ -110,40 +257,27 @@ def names_of_run(*datasets: RecordDataset | None) -> list[str]:
     return [name for name in OF_RUN if name not in fields]
 
 
-def wanted(function: RewardFunction) -> dict[str, Parameter]:
-    """What a reward function asks for beyond its first three parameters -> {name: its parameter}. Raises
-    InputError unless the first three can be prompts, responses and answers."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        raise InputError(
-            "--reward_fn: the parameters of a compiled function are not known; call it in one of your own"
-        ) from None
-    names = list(signature.parameters)
-    try:
-        given = signature.bind_partial("prompts", "responses", "answers").arguments
-    except TypeError:  # it takes fewer
-        given = {}
-    if not given or any(PLACES.get(name, place) != place for place, name in enumerate(names[:3])):
-        raise InputError(
-            "--reward_fn: the function is called with prompts, responses, answers, so its first three "
-            f"parameters must be these, in this order; they are ({', '.join(names)[:100]})"
-        )
-    return {
-        name: p
-        for name, p in signature.parameters.items()
-        if name not in given and p.kind != p.VAR_POSITIONAL
-    }
+def values_of_run(names: list[str], step: int, total_steps: int) -> dict[str, object]:
+    """{one of ``names_of_run``: its value}, and TRL's trainer_state. step: batches learned from so far."""
+    known = {"step": step, "total_steps": total_steps}
+    state = SimpleNamespace(global_step=step, max_steps=total_steps)
+    return {name: known[name] for name in names} | {"trainer_state": state}
 
 
-def must_have(p: Parameter) -> bool:
-    """Whether a parameter has no default, and is not **columns, which takes every field."""
-    return p.default is p.empty and p.kind != p.VAR_KEYWORD
+def fields_read(function: RewardFunction, columns: Iterable[str]) -> list[str]:
+    """Those of the records' fields (columns) that a function asks for."""
+    if kind_of(function) == "verl":
+        read = {"reward_model", *filter(partial(takes, function), VERL)}
+        return [name for name in columns if name in read]
+    asked = wanted(function)
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in asked.values())
+    given = parameters(function).keys() - asked.keys()
+    return [name for name in columns if name in asked or (takes_all and name not in given)]
 
 
 def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
-    """What the function asks for beyond prompts, responses and answers -> {name: its value}, of fields of
-    the records a list of B. ``of_run`` has names that are no fields."""
+    """What the function asks for (``wanted``) -> {name: its value}, of fields of the records a list of B.
+    ``of_run`` has names that are no fields."""
     asked = wanted(function)
     records = [prompt.record for prompt in request.prompts]
     needed = {name for name, p in asked.items() if must_have(p)}
@@ -152,18 +286,80 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
     return found | {name: value for name, value in request.of_run.items() if name in asked}
 
 
-def fields_read(function: RewardFunction, columns: Iterable[str]) -> list[str]:
-    """Those of the records' fields (columns) that a function asks for."""
-    asked = wanted(function)
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in asked.values())
-    first = inspect.signature(function).parameters.keys() - asked.keys()  # prompts, responses, answers
-    return [name for name in columns if name in asked or (takes_all and name not in first)]
+Call = tuple[tuple[object, ...], dict[str, object]]  # by position, by name
 
 
-def code_hash(flag: str) -> str:
-    """A flag, path.py:function -> the hash of the code; "" for none."""
-    path, _, name = flag.rpartition(":")
-    return short_hash([name, Path(path).read_bytes().hex()]) if flag else ""
+def calls_of(function: RewardFunction, request: Request) -> list[Call]:
+    """How to call a function for B responses: once, or verl's once for each."""
+    pairs = [*zip(request.prompts, request.responses, strict=True)]
+    prompts = [prompt.prompt for prompt in request.prompts]
+    answers = [prompt.answer for prompt in request.prompts]
+    match kind_of(function):
+        case "ours":
+            return [((prompts, request.responses, answers), arguments(function, request))]
+        case "verl":
+            rows = [verl_row(prompt, response) for prompt, response in pairs]
+        case _:
+            rows = [arguments(function, request) | trl_row(request)]
+    return [((), {name: x for name, x in row.items() if takes(function, name)}) for row in rows]
+
+
+def verl_row(prompt: Prompt, response: str) -> dict[str, object]:
+    """What verl gives a function."""
+    record = prompt.record
+    truth = record.get("ground_truth", prompt.answer)
+    match record:
+        case {"reward_model": {"ground_truth": of_model}}:
+            truth = of_model
+    extra = record.get("extra_info") or {}
+    return dict(zip(VERL, (record.get("data_source"), response, truth, extra), strict=True))
+
+
+def trl_row(request: Request) -> dict[str, object]:
+    """What TRL gives a function beside fields: completions are messages where the prompt is."""
+
+    def log_metric(name: str, value: float) -> None:
+        request.logged.setdefault(str(name), []).append(float(value))
+
+    def log_extra(column: str, values: list) -> None:
+        """TRL's table of completions has these; samples.jsonl has not."""
+
+    completions = [
+        [{"role": "assistant", "content": text}] if isinstance(prompt.prompt, list) else text
+        for prompt, text in zip(request.prompts, request.responses, strict=True)
+    ]
+    prompts = [prompt.prompt for prompt in request.prompts]
+    answers = [prompt.record.get("answers", prompt.answer) for prompt in request.prompts]
+    state = request.of_run.get("trainer_state")
+    values = (prompts, completions, request.ids, answers, state, log_metric, log_extra)
+    return dict(zip(TRL, values, strict=True))
+
+
+# ---------------------------------------------------------------- the call
+
+
+def try_reward_function(
+    function: RewardFunction, data: RecordDataset, of_run: dict[str, object], seconds: float
+) -> None:
+    """Call a function once, with made-up responses to the first prompts. Raises InputError as
+    ``call_reward_function``, with a hint where no record has an answer; the scores are thrown away."""
+    prompts = [data[i % len(data)] for i in range(len(MADE_UP))]
+    request = Request(
+        prompts=prompts,
+        responses=[*MADE_UP],
+        finished=[True] * len(MADE_UP),
+        lengths=[len(text.split()) for text in MADE_UP],
+        ids=[prompt.prompt_ids[:4] for prompt in prompts],
+        of_run=of_run,
+    )
+    known = not isinstance(data, RLAIFDataset) or data.answers
+    hint = "" if known else "; no record has an answer: --answer_key names its field"
+    try:
+        scores, _ = call_reward_function(function, request, seconds)
+    except InputError as error:
+        raise InputError(f"{error}{hint}") from error
+    if hint and set(scores) == {None}:
+        raise InputError(f"--reward_fn: it says nothing of any response{hint}")
 
 
 def call_reward_function(function: RewardFunction, request: Request, seconds: float) -> Returned:
@@ -175,16 +371,18 @@ def call_reward_function(function: RewardFunction, request: Request, seconds: fl
     """
     if not request.responses:
         return [], []
-    prompts = [prompt.prompt for prompt in request.prompts]
-    answers = [prompt.answer for prompt in request.prompts]
-    # A copy, so that the function may change its arguments.
-    prompts, responses, answers, more = copy.deepcopy(
-        (prompts, request.responses, answers, arguments(function, request))
-    )
+    kind = kind_of(function)
+    calls = copy.deepcopy(calls_of(function, request))  # so that the function may change its arguments
     try:
-        with time_limit(seconds), torch.set_grad_enabled(True):
-            returned = function(prompts, responses, answers, **more)
-            return as_scores(returned, request.responses)
+        with time_limit(seconds), contained():
+            returned = [function(*given, **named) for given, named in calls]
+            if any(map(inspect.isawaitable, returned)):
+                returned = await_all(returned)
+            if kind == "verl":
+                found: object = [x.get("score", x) if isinstance(x, dict) else x for x in returned]
+            else:
+                [found] = returned
+            scores, steps = as_scores(found, request.responses)
     except TimeUp:
         raise InputError(
             f"--reward_fn: no answer after {seconds:g} s; speed it up or raise --reward_timeout"
@@ -193,11 +391,38 @@ def call_reward_function(function: RewardFunction, request: Request, seconds: fl
         raise
     except BaseException as error:  # the user's code may raise anything
         frames = traceback.extract_tb(error.__traceback__)
-        places = [f" at {f.filename}:{f.lineno}" for f in frames if f.filename != __file__]
+        own = (__file__, os.path.dirname(asyncio.__file__))
+        places = [f" at {f.filename}:{f.lineno}" for f in frames if not f.filename.startswith(own)]
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise InputError(
             f"--reward_fn: {reason}{places[0] if places else ' when it was called'}; correct the function"
         ) from error
+    if kind == "TRL":  # there NaN is None
+        scores = [None if x is not None and math.isnan(x) else x for x in scores]
+    return scores, steps
+
+
+@cache
+def event_loop() -> asyncio.Runner:
+    """One for all calls: what an async function keeps open between them, such as a client, belongs to it."""
+    return asyncio.Runner()
+
+
+def await_all(returned: list[object]) -> list[object]:
+    """What async calls return, all of them at work at the same time."""
+
+    async def value(x: object) -> object:
+        return await x if isinstance(x, Awaitable) else x
+
+    async def gathered() -> list[object]:
+        return await asyncio.gather(*map(value, returned))
+
+    try:
+        return event_loop().run(gathered())
+    except BaseException:
+        event_loop().close()  # ends the calls that are still at work
+        event_loop.cache_clear()
+        raise
 
 
 # ---------------------------------------------------------------- what it returned
@@ -207,21 +432,23 @@ UNORDERED = (str, bytes, dict, set)  # no lists of scores
 
 
 def as_scores(returned: object, responses: list[str]) -> Returned:
-    """-> a number for each of these responses, the sum of its steps where it has any; and the steps of each.
-    Raises InputError that says what is wrong with what was returned."""
-    given = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, UNORDERED) else []
+    """-> a number for each of these responses, the sum of its steps where it has any, or None; and the steps
+    of each. Raises InputError that says what is wrong with what was returned."""
+    single = getattr(returned, "ndim", 1) == 0  # a tensor of one number
+    is_list = isinstance(returned, Iterable) and not isinstance(returned, UNORDERED) and not single
+    given = list(returned) if is_list else []  # type: ignore[call-overload]
     if len(given) != len(responses):
         raise InputError(
             f"--reward_fn: returned {len(given)} scores for {len(responses)} responses: {_shown(returned)}; "
             "return a list of one number for each response"
         )
-    scores: list[float] = []
+    scores: list[float | None] = []
     steps: list[Steps] = []
     for number, (score, response) in enumerate(zip(given, responses, strict=True), 1):
         by_step = isinstance(score, list | tuple)
         found: Steps = []
         try:
-            for offset, points in score if by_step else [(None, score)]:
+            for offset, points in score if by_step else [(None, 0.0 if score is None else score)]:
                 place = len(response) if offset is None else operator.index(offset)
                 if not 0 <= place <= len(response):
                     raise ValueError
@@ -231,7 +458,7 @@ def as_scores(returned: object, responses: list[str]) -> Returned:
                 f"--reward_fn: score {number} is {_shown(score)}; it must be a number, or a list of pairs "
                 f"(character offset, score) with offsets from 0 to {len(response)}, or None for the end"
             ) from None
-        scores.append(sum(points for _, points in found))
+        scores.append(None if score is None else sum(points for _, points in found))
         steps.append(found if by_step else [])
     return scores, steps
 

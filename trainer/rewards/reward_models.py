@@ -272,7 +272,7 @@ def load_reward_model(
         return kind(model, tokenizer, torch.float32 if is_from_outside(model) else dtype)
 
 
-def parse_spec(text: str) -> tuple[str, float]:
+def parse_spec(text: str, flag: str = "--reward_model") -> tuple[str, float]:
     """``PATH`` or ``PATH=WEIGHT`` -> (path or hub name, weight). InputError unless 0 < |weight| < 1e6."""
     path, equals, weight = text.rpartition("=")
     if not equals or Path(text).exists():
@@ -282,7 +282,7 @@ def parse_spec(text: str) -> tuple[str, float]:
     except ValueError:
         return text, 1.0  # a path that contains a = and does not exist: loading it raises InputError
     if not 0 < abs(number) < 1e6:
-        raise InputError(f"--reward_model {text}: the weight must be a number other than 0")
+        raise InputError(f"{flag} {text}: the weight must be a number other than 0")
     return path, number
 
 

@@ -91,7 +91,10 @@ def is_correct(response: str, answer: Answer, reasoning: bool) -> bool:
     return said is not None and any(gives(said, right, reasoning) for right in alternatives(answer))
 
 
-def exact_answer(prompts: list, responses: list[str], answers: list[Answer]) -> list[float]:
-    """B responses and their answers -> 1.0 where the response gives the answer, else 0.0."""
-    pairs = zip(responses, answers, strict=True)
-    return [float(is_correct(response, answer, reasoning=False)) for response, answer in pairs]
+def exact_answer(prompts: list, responses: list[str], answers: list[Answer | None]) -> list[float | None]:
+    """B responses and their answers -> 1.0 where the response gives the answer, else 0.0; None where the
+    record has no answer."""
+    return [
+        None if answer is None else float(is_correct(response, answer, reasoning=False))
+        for response, answer in zip(responses, answers, strict=True)
+    ]

@@ -62,8 +62,8 @@ def as_line(formats: Mapping[str, str], metrics: Mapping[str, float]) -> str:
 def metric_names(pattern: str, logged: Mapping[str, Sized]) -> list[str]:
     """A metric, or ``PARTS`` -> the names of the metrics that it stands for. logged: {metric: its values}.
 
-    ``PARTS`` is without what is said of the sum of the parts and the share of scores at the limit."""
-    no_part = ("/score", "/score_raw", "/score_std", "/at_limit")
+    ``PARTS`` is without what is said of the sum, and the shares at the limit and without a score."""
+    no_part = ("/score", "/score_raw", "/score_std", "/at_limit", "/unscored")
     names = [pattern]
     if pattern == PARTS:
         names = [name for name in logged if name.startswith("reward/") and not name.endswith(no_part)]

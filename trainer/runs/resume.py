@@ -269,8 +269,9 @@ def check_same_run(old: Config, new: Config, flags: dict[str, Any]) -> list[str]
     for key, now in new["fingerprints"].items():
         name, _, field = key.partition(" ")  # a field is compared if the function asked for it before, too
         was = old["fingerprints"].get(key, now if field else None)
-        if was != now and name == "reward_fn":  # allowed: a mistake in it may have stopped the run
-            notes.append(f"note: the code of --reward_fn {new[name]} has changed since the run began")
+        if was != now and key == "reward_fn":  # allowed: a mistake in it may have stopped the run
+            code = " ".join(new[name])
+            notes.append(f"note: the code of --reward_fn {code} has changed since the run began")
         elif was != now:
             raise InputError(
                 f"--{name} {new[name]} does not hold what the run began with "
