@@ -196,10 +196,11 @@ def test_a_thought_by_hand(response, points, said):
 
     models = {"model": (model, 1.0)}
     asked = tiny.request_of(["p"], [response], texts=[f"user p {OPENED}"])
-    parts = Reward(models, function, reasoning=False, thinking_reward=1.0)(asked)
+    functions = {"function": (function, 1.0)}
+    parts = Reward(models, functions, reasoning=False, thinking_reward=1.0)(asked)
     assert parts["thinking"].tolist() == parts["score"].tolist() == [points]
     assert seen == [said, response]  # a function gets the whole response
-    Judge(models, function).raw_scores(asked)
+    Judge(models, functions).raw_scores(asked)
     assert seen[2:] == [said, response]
 
 

@@ -283,7 +283,7 @@ def test_tags_of_thinking_are_no_special_tokens_when_they_are_loaded(tmp_path):
         text = "<think> a </think> <answer> b</answer><|im_end|>"
         assert (
             decode(one, one(text, add_special_tokens=False)["input_ids"]).strip()
-            == text.partition("</answer>")[0]
+            == text.replace("</answer>", "")  # <|im_end|> has no role for this tokenizer
         )
         assert one.vocab == saved.vocab and "<|im_end|>" in one.extra_special_tokens
 

@@ -116,8 +116,9 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(whole, files, half, ca
     moved = shutil.copytree(files["model"], tmp_path / "the same policy elsewhere")
     (tmp_path / "mended.py").write_text(tiny.FAULTY_REWARD + "# mended\n")
     more = {"log_interval": 1, "save_interval": 5, "keep_checkpoints": 7, "model": moved, "num_workers": 1}
-    more |= {"reward_fn": f"{tmp_path / 'mended.py'}:score"}
-    train_ppo.main([*argv, *flags(**more), "--resume", "auto"])
+    mended = [*argv]
+    mended[argv.index("--reward_fn") + 1] = f"{tmp_path / 'mended.py'}:score"
+    train_ppo.main([*mended, *flags(**more), "--resume", "auto"])
     assert "note: the code of --reward_fn" in capsys.readouterr().out
     same_run(whole, run, step=6)
     assert steps_in(run) == list(range(7))
