@@ -161,6 +161,8 @@ def fill_paths(args: Flags) -> None:
     """
     args.reward_model = list(filter(None, args.reward_model))
     args.eval_reward_model = list(filter(None, args.eval_reward_model))
+    args.reward_fn = list(filter(None, args.reward_fn))
+    args.eval_reward_fn = list(filter(None, args.eval_reward_fn))
     if not args.model and (args.hidden_size or args.use_moe):
         reason = minimind_pth(args.out_dir, "reason", args.hidden_size, args.use_moe)
         sft = minimind_pth(args.out_dir, "full_sft", args.hidden_size, args.use_moe)

@@ -275,6 +275,7 @@ def test_the_line_of_a_step_comes_before_its_evaluation_and_its_row_after_it(fil
 def test_the_times_say_what_they_count(files, tmp_path, monkeypatch, capsys):
     """330.4 s, of which 41.4 until the first evaluation and 79.2 in evaluations."""
     assert spent(330.4, 41.4, 79.2) == "330 s: start 41, training 210, evaluation 79"
+    assert spent(10.4, 5.6, 4.9) == "10 s: start 6, training 0, evaluation 5"  # never below 0
     since = base.process_seconds()
     assert since > 1.0  # of this process, whose imports took longer
     time.sleep(0.2)

@@ -206,7 +206,8 @@ class RunLogger:
 def spent(total: float, start: float, evaluation: float) -> str:
     """What the seconds of a process went into: the start, evaluations, and the rest, which is training."""
     total, start, evaluation = (round(x) for x in (total, start, evaluation))
-    return f"{total} s: start {start}, training {total - start - evaluation}, evaluation {evaluation}"
+    training = max(0, total - start - evaluation)
+    return f"{total} s: start {start}, training {training}, evaluation {evaluation}"
 
 
 def sample_text(step: int, row: Row) -> str:
