@@ -18,9 +18,10 @@ from tqdm import tqdm
 
 from atomic_files import sync, write_whole, writing
 from errors import InputError, first_line
+from progress_bar import process_seconds
 from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
-from trainer.runs.base import Run, process_seconds
+from trainer.runs.base import Run
 from trainer.runs.checkpoints import list_checkpoints
 from trainer.runs.displays import Row, Rows, as_line, read_rows
 from trainer.runs.health import Health, one_line
