@@ -33,6 +33,11 @@ def phase(what: str, total: int, unit: str) -> tqdm:
     )
 
 
+def process_seconds() -> float:
+    """The seconds since this process began."""
+    return max(0.0, time.time() - psutil.Process().create_time())
+
+
 class Start:
     """The start of a run, part by part: a bar shows which part it is, a line at the end how long each took.
 
@@ -43,7 +48,7 @@ class Start:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._name = "imports"
-        self._since = psutil.Process().create_time()
+        self._since = time.time() - process_seconds()
         self._bar = phase("start", total=0, unit="parts")
         self._bar.bar_format = "{desc}, {elapsed}"
 

@@ -1,6 +1,7 @@
 """The best actor: its file is what was evaluated, bit for bit, whatever stops or resumes the run."""
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -189,6 +190,7 @@ def test_which_metric_decides_and_only_a_higher_value_beats_the_best():
         found[f"eval/{name}"] = 0.5
         assert usual_metric(found) == f"eval/{name}"
     assert usual_metric({"eval/accuracy": 0.0, "eval/score": 0.0}) == "eval/score"
+    assert usual_metric({"eval/function": math.nan, "eval/score": 0.0}) == "eval/score"  # it said nothing
     assert usual_metric({"eval/accuracy": 0.0, "eval/length": 1.0}) == "eval/accuracy"  # there is no score
     assert usual_metric({"eval/length": 1.0}) == ""
     assert Best().beaten_by({"eval/length": 1.0}, 1) is None and Best().step == 0

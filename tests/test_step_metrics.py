@@ -68,6 +68,8 @@ def test_responses_without_a_score_are_counted_and_left_out():
     metrics = Metrics()
     add_scores(metrics, "reward/f", scores)
     assert metrics.means(ALONE) == {"reward/f": 3.0}
+    add_scores(metrics, "reward/g", scores[1:2])
+    assert math.isnan(metrics.means(ALONE)["reward/g"])  # nothing was said: no 0
 
 
 def test_responses_are_the_same_where_all_their_tokens_are():

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from errors import InputError
 from model.loading import TAGS, eos_ids
-from trainer.generation.stops import HALF, EarlyEnds, StopStrings
+from trainer.generation.stops import HALF, EarlyEnds, StopStrings, with_roles
 
 
 class Endings(NamedTuple):
@@ -47,11 +47,12 @@ def keep_endings(endings: Endings, policy: PreTrainedModel) -> None:
 def read_stops(
     given: list[str], tokenizer: PreTrainedTokenizerBase, reasoning: int = 0
 ) -> tuple[list[str], set[int]]:
-    """--stop as on the command line -> (stop strings, the ids of those that are special tokens: texts are
-    without them). Raises InputError for a text that cannot be one, or that --reasoning needs."""
+    """--stop as on the command line -> (stop strings, the ids of those that are special tokens). Raises
+    InputError for a text that cannot be one, or that --reasoning needs."""
     texts = []
     ids = set()
     special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    roles = with_roles(tokenizer)
     for written in given:
         text = written.replace("\\n", "\n").replace("\\t", "\t")
         if text in special:
@@ -61,7 +62,7 @@ def read_stops(
             raise InputError(
                 f"--stop {written!r}: must be a text, without U+FFFD; correct it or leave it out"
             )
-        if held := [token for token in special if token in text]:
+        if held := [token for token, i in special.items() if i in roles and token in text]:
             raise InputError(f"--stop {written!r}: texts have no special token as {held[0]}; name that alone")
         if reasoning and any(tag in text or text in tag for tag in TAGS):
             raise InputError(

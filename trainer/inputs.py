@@ -161,6 +161,8 @@ def fill_paths(args: Flags) -> None:
     """
     args.reward_model = list(filter(None, args.reward_model))
     args.eval_reward_model = list(filter(None, args.eval_reward_model))
+    args.reward_fn = list(filter(None, args.reward_fn))
+    args.eval_reward_fn = list(filter(None, args.eval_reward_fn))
     if not args.model and (args.hidden_size or args.use_moe):
         reason = minimind_pth(args.out_dir, "reason", args.hidden_size, args.use_moe)
         sft = minimind_pth(args.out_dir, "full_sft", args.hidden_size, args.use_moe)
@@ -356,8 +358,8 @@ def check_sampling(policy: PreTrainedModel) -> None:
 
 
 def check_files(args: Flags) -> None:
-    """Raise InputError where a file or folder that a flag names is missing or cannot be what it is named for.
-    Only the beginning of each is read: of files of records, the first record."""
+    """Raise InputError where a file or folder that a flag names is missing or cannot be what it is named for:
+    of a reward model the config is read, of a file of records the first one."""
     for spec in args.reward_model:
         check_reward_model(spec, args.trust_remote_code)
     with named_as_evaluation():

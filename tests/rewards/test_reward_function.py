@@ -4,6 +4,7 @@ import asyncio
 import functools
 import io
 import json
+import math
 import shutil
 import signal
 import sys
@@ -26,6 +27,7 @@ from tiny import (
     write_jsonl,
 )
 
+from dataset.formats import Keys
 from dataset.lm_dataset import RLAIFDataset
 from trainer import train_ppo
 from trainer.rewards import reward_function, rules
@@ -311,6 +313,8 @@ def test_trls_functions_are_called_by_name():
         return [numpy.float32(0.5), float("nan")]
 
     assert scored(everything, request) == [0.5, None]  # there NaN is None
+    of_a_step = scored(lambda completions, **k: [[(0, float("nan"))], 1.0])[0]
+    assert math.isnan(of_a_step)  # but not of a step: it is refused where scores must be finite
     assert seen.pop("completions") == [[assistant("r")], "s"]
     assert seen.pop("prompts") == [[user("p")], "q"]
     assert seen.pop("completion_ids") == [[7, 0], [8]]
@@ -322,7 +326,9 @@ def test_trls_functions_are_called_by_name():
         (lambda level, completions: level, [3, 4]),
         (lambda *, completion_ids, **kwargs: [len(ids) for ids in completion_ids], [2, 1]),
         (lambda **kwargs: [x[0] == "s" for x in kwargs["completions"]], [0, 1]),
-        (lambda prompts, completions, answers: [x == "a" for x in answers], [0, 1]),
+        (lambda prompts, completions, answers, **k: [x == "a" for x in answers], [0, 1]),
+        # TRL gives more than these three: it is ours, which gets texts
+        (lambda prompts, completions, answers: [x in ("r", "s") for x in completions], [1, 1]),
         (partial(lambda bonus, completions, **k: [bonus] * 2, 1), [1, 1]),
     ):
         assert scored(function) == score
@@ -415,6 +421,10 @@ def test_a_field_of_the_third_parameters_name_is_not_replaced_by_the_answers(tmp
     refused(says, check, target, answer="4", target="5")
     check(target, answer="4", target="4")
     check(lambda prompts, responses, answer: 0, answer="so\n#### 4")  # its number
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "target": "so\n#### 4"}])
+    keys = Keys(answer="target")
+    data = RLAIFDataset(path, word_tokenizer("ab", chat=True), 64, keys=keys)
+    reward_function.check_fields(target, [], data)  # the field is named as the answers
     check(lambda prompts, completions, target, **kwargs: 0, answer="4", target="5")
 
 
@@ -558,8 +568,9 @@ def test_a_run_with_several_functions_of_which_some_say_nothing_resumes_to_the_s
             step.get(f"reward/{name}") for name in ("function_right", "function_short", "function_truth")
         ]
         if step["step"]:
-            assert all(isinstance(x, float) for x in parts)
+            assert any(isinstance(x, float) for x in parts)  # null: it said nothing in the whole batch
             if advantage == "gae":  # each batch has all prompts
+                assert all(isinstance(x, float) for x in parts)
                 assert (step["function/level"], step["reward/unscored"]) == (1.5, 0.25)
         else:
             assert {"eval/function", "eval/function_right", "eval/judge"} <= step.keys()

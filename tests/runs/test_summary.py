@@ -12,9 +12,10 @@ import torch
 from matplotlib.figure import Figure
 from tiny import ROOT, flags, health_of, read_jsonl, refused
 
+from progress_bar import process_seconds
 from trainer import train_ppo
 from trainer.run import PpoRun
-from trainer.runs import base, displays, report
+from trainer.runs import displays, report
 from trainer.runs.base import Run
 from trainer.runs.displays import PPO, SFT, as_line
 from trainer.runs.distributed import World
@@ -275,17 +276,18 @@ def test_the_line_of_a_step_comes_before_its_evaluation_and_its_row_after_it(fil
 def test_the_times_say_what_they_count(files, tmp_path, monkeypatch, capsys):
     """330.4 s, of which 41.4 until the first evaluation and 79.2 in evaluations."""
     assert spent(330.4, 41.4, 79.2) == "330 s: start 41, training 210, evaluation 79"
-    since = base.process_seconds()
+    assert spent(10.4, 5.6, 4.9) == "10 s: start 6, training 0, evaluation 5"  # never below 0
+    since = process_seconds()
     assert since > 1.0  # of this process, whose imports took longer
     time.sleep(0.2)
-    assert 0.15 < base.process_seconds() - since < 20
+    assert 0.15 < process_seconds() - since < 20
     runs = []
     monkeypatch.setattr(
         train_ppo, "evaluate_actor", lambda run: (runs.append(run), time.sleep(0.6), ({}, {}))[2]
     )
     train_ppo.main(argv_of(files, tmp_path, max_steps=1))
     run = runs[0]
-    assert since < run.start_seconds < base.process_seconds()
+    assert since < run.start_seconds < process_seconds()
     assert 1.2 <= run.evaluation_seconds < 2.5  # of two
     (line,) = (line for line in capsys.readouterr().out.splitlines() if " s: start " in line)
     total, start, training, evaluation = map(int, re.findall(r"\d+", line.partition(";")[0]))

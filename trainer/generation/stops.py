@@ -135,6 +135,11 @@ def response_texts(
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """Token ids -> their text, without EOS, BOS, padding and others that have a role for the tokenizer. Other
     special tokens, such as an [ANS] of the user's, are what the policy says."""
-    silent = {getattr(tokenizer, f"{role}_id") for role in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+    silent = with_roles(tokenizer)
     ids = [i for i in ids if i not in silent]
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def with_roles(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids of the special tokens that have a role for the tokenizer."""
+    return {getattr(tokenizer, f"{role}_id") for role in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}

@@ -102,4 +102,4 @@ def usual_metric(found: Mapping[str, float]) -> str:
     score, whose scale does not move); "" without any of them."""
     right = ["accuracy"] if found.get("eval/accuracy") else []
     names = ("chosen_preferred", "judge", "function", *right, "score_raw", "score", "accuracy")
-    return next((f"eval/{name}" for name in names if f"eval/{name}" in found), "")
+    return next((f"eval/{name}" for name in names if math.isfinite(found.get(f"eval/{name}", math.nan))), "")

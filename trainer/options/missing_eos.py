@@ -44,9 +44,12 @@ def choose_penalty(run: Any, logger: Any) -> None:
     reward.missing_eos_penalty = penalty
     with world.all_or_none():  # the disk may be full
         logger.keep_choice("missing_eos_penalty", penalty)
-    why = f"the scores of {count} responses have the standard deviation {found.std:.2g}"
-    if found.std < LEAST_SPREAD:
-        why = f"all {count} scored {found.mean:z.3g}, without a spread to follow, so half of a reward of 1"
+    why = f"the scores of {found.count} responses have the standard deviation {found.std:.2g}"
+    if not found.count:
+        why = "no response had a score, so half of a reward of 1"
+    elif found.std < LEAST_SPREAD:
+        why = f"all {found.count} scored {found.mean:z.3g}"
+        why += ", without a spread to follow, so half of a reward of 1"
     logger.say(
         f"penalty  {penalty:g} for a response that does not end (--missing_eos_penalty): {why}; "
         f"{ended or 'none'} of {count} ended"

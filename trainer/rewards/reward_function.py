@@ -187,6 +187,9 @@ def kind_of(function: RewardFunction) -> str:
     if "solution_str" in names:
         kind = "verl"
         fits = {*VERL}.issuperset(name for name, p in names.items() if must_have(p))
+    elif [*names] == ["prompts", "completions", "answers"]:  # TRL's have to take more: **kwargs
+        kind = "ours"
+        fits = True
     elif {"completions", "completion_ids"} & names.keys() or kinds == [Parameter.VAR_KEYWORD]:
         kind = "TRL"
         fits = Parameter.POSITIONAL_ONLY not in kinds
@@ -243,7 +246,9 @@ def check_fields(function: RewardFunction, of_run: list[str], *datasets: RecordD
                     f"{keys_found(data.columns)}: rename it, or give it a default"
                 )
         for name in third:
-            if name in data.columns and name != "answer" and data[0].record.get(name) != data[0].answer:
+            if name not in data.columns or name in ("answer", data.keys.answer):
+                continue
+            if data[0].record.get(name) != data[0].answer:
                 raise InputError(
                     f"--reward_fn: its third parameter {name!r} gets the answers, but records of {data.path} "
                     f"have a field of that name with something else in it; give --answer_key {name}, or "
@@ -398,7 +403,10 @@ def call_reward_function(function: RewardFunction, request: Request, seconds: fl
             f"--reward_fn: {reason}{places[0] if places else ' when it was called'}; correct the function"
         ) from error
     if kind == "TRL":  # there NaN is None
-        scores = [None if x is not None and math.isnan(x) else x for x in scores]
+        scores = [
+            None if not of_steps and x is not None and math.isnan(x) else x
+            for x, of_steps in zip(scores, steps, strict=True)
+        ]
     return scores, steps
 
 
@@ -417,11 +425,12 @@ def await_all(returned: list[object]) -> list[object]:
     async def gathered() -> list[object]:
         return await asyncio.gather(*map(value, returned))
 
+    runner = event_loop()
     try:
-        return event_loop().run(gathered())
+        return runner.run(gathered())
     except BaseException:
-        event_loop().close()  # ends the calls that are still at work
         event_loop.cache_clear()
+        runner.close()  # ends the calls that are still at work
         raise
 
 

@@ -7,7 +7,6 @@ import math
 import shlex
 import subprocess
 import sys
-import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Iterable, Sized
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -185,11 +183,6 @@ class Run(ABC):
     @abstractmethod
     def results(self) -> str:
         """Lines that say where the result is."""
-
-
-def process_seconds() -> float:
-    """The seconds since this process began."""
-    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 # ------------------------------------------------------------------------------------ command lines to copy

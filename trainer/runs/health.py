@@ -85,7 +85,8 @@ class Past:
                 self.values[name].append(x)
                 self.steps[name].append(self.step)
         if self.steps["reward/score_std"][-1:] == [self.step]:
-            self.alike = self.alike + 1 if self._are_alike() else 0
+            unscored = self.steps["reward/unscored"][-1:] == [self.step]  # responses without a score
+            self.alike = self.alike + 1 if not unscored and self._are_alike() else 0
         self._conclude()
 
     def known(self, name: str) -> Any:

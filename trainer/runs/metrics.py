@@ -53,7 +53,7 @@ class Metrics:
         flat = together([x for pair in self._totals.values() for x in pair], world.device)
         means: dict[str, float] = {}
         for name, (total, count) in zip(self._totals, world.sum(flat).view(-1, 2).tolist(), strict=True):
-            mean = total / max(count, 1.0)
+            mean = total / count if count else math.nan  # such as of no response with a score
             if name.endswith(SQUARE):
                 name = name.removesuffix(SQUARE)
                 means[f"{name}_std"] = math.sqrt(max(mean - means[name] ** 2, 0.0))

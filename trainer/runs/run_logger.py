@@ -18,9 +18,10 @@ from tqdm import tqdm
 
 from atomic_files import sync, write_whole, writing
 from errors import InputError, first_line
+from progress_bar import process_seconds
 from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
-from trainer.runs.base import Run, process_seconds
+from trainer.runs.base import Run
 from trainer.runs.checkpoints import list_checkpoints
 from trainer.runs.displays import Row, Rows, as_line, read_rows
 from trainer.runs.health import Health, one_line
@@ -206,7 +207,8 @@ class RunLogger:
 def spent(total: float, start: float, evaluation: float) -> str:
     """What the seconds of a process went into: the start, evaluations, and the rest, which is training."""
     total, start, evaluation = (round(x) for x in (total, start, evaluation))
-    return f"{total} s: start {start}, training {total - start - evaluation}, evaluation {evaluation}"
+    training = max(0, total - start - evaluation)
+    return f"{total} s: start {start}, training {training}, evaluation {evaluation}"
 
 
 def sample_text(step: int, row: Row) -> str:
