@@ -48,7 +48,7 @@ class Start:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._name = "imports"
-        self._since = time.time() - process_seconds()
+        self._since = psutil.Process().create_time()
         self._bar = phase("start", total=0, unit="parts")
         self._bar.bar_format = "{desc}, {elapsed}"
 

@@ -15,7 +15,7 @@ from tiny import ROOT, flags, health_of, read_jsonl, refused
 from progress_bar import process_seconds
 from trainer import train_ppo
 from trainer.run import PpoRun
-from trainer.runs import displays, report
+from trainer.runs import base, displays, report
 from trainer.runs.base import Run
 from trainer.runs.displays import PPO, SFT, as_line
 from trainer.runs.distributed import World
