@@ -96,9 +96,10 @@ class StopStrings:
         ids = self.tokenizer.get_vocab()
         found = [b""] * (max(ids.values()) + 2)
         before = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        silent = with_roles(self.tokenizer)
         length = len(decode(self.tokenizer, before))
         for token, i in ids.items():
-            text = decode(self.tokenizer, [*before, i])[length:]
+            text = decode(self.tokenizer, [*before, i], silent)[length:]
             if HALF not in text:
                 found[i] = text.encode()
             elif token.startswith("<0x"):  # a single byte, as in Llama 2's tokenizer
@@ -132,10 +133,11 @@ def response_texts(
     return texts
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], silent: set[int] | None = None) -> str:
     """Token ids -> their text, without EOS, BOS, padding and others that have a role for the tokenizer. Other
-    special tokens, such as an [ANS] of the user's, are what the policy says."""
-    silent = with_roles(tokenizer)
+    special tokens, such as an [ANS] of the user's, are what the policy says. silent: ``with_roles``, for who
+    decodes often."""
+    silent = with_roles(tokenizer) if silent is None else silent
     ids = [i for i in ids if i not in silent]
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
