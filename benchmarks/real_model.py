@@ -19,6 +19,7 @@ a result already is not run again. Prints tables and writes benchmarks/results/r
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -240,20 +241,25 @@ def train_peer(python, folder, out, threads, task, seed, rate):
 
 CRITIC_RATE = 3.6e-5
 RLOO = {"advantage": "rloo", "num_generations": ANSWERS}
-RATES = (  # task, flags, rates of the actor
-    ("sums", {"critic_learning_rate": CRITIC_RATE}, (4.2e-6, 1.3e-5, 4e-5, 1.2e-4)),
-    ("texts", {"critic_learning_rate": CRITIC_RATE}, (4.2e-6, 1.3e-5, 3e-5)),
-    ("sums", RLOO, (1.3e-5, 4e-5)),
+RATES = (  # task, flags, rates of the actor, rates of the critic
+    ("sums", {}, (4.2e-6, 1.3e-5, 4e-5, 1.2e-4), (CRITIC_RATE,)),
+    ("sums", {}, (3e-5,), (1.2e-5, CRITIC_RATE, 1.1e-4)),
+    ("texts", {}, (4.2e-6, 1.3e-5, 3e-5), (CRITIC_RATE,)),
+    ("sums", RLOO, (1.3e-5, 4e-5, 1.2e-4), (CRITIC_RATE,)),
 )
 
 
 def rate_cases():
     """-> {name: (task, flags)} of the runs in which rates are looked for."""
-    return {
-        f"{'RLOO' if flags is RLOO else 'PPO'}, {task}, {rate:g}": (task, {"learning_rate": rate, **flags})
-        for task, flags, rates in RATES
-        for rate in rates
-    }
+    cases = {}
+    for task, flags, rates, critic_rates in RATES:
+        for rate, critic_rate in itertools.product(rates, critic_rates):
+            name = f"{'RLOO' if flags is RLOO else 'PPO'}, {task}, {rate:g}"
+            if len(critic_rates) > 1:
+                name += f", critic {critic_rate:g}"
+            both = {"learning_rate": rate, "critic_learning_rate": critic_rate}
+            cases[name] = (task, {**flags, **both})
+    return cases
 
 
 def evaluations(run):
@@ -269,7 +275,7 @@ def run_rates(args, results):
     for name, (task, flags) in rate_cases().items():
         for seed in args.seeds:
             case = f"{name}, seed {seed}"
-            if case in results["rates"]:
+            if case in results["rates"] or args.only not in case:
                 continue
             out = args.folder / "rates" / case.replace(" ", "_")
             held_out = {"eval_data_path": args.folder / f"{task}_eval.jsonl", "eval_interval": 0}
@@ -310,6 +316,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--task", default="sums", choices=list(LENGTH))
+    parser.add_argument("--only", default="", help="a part of the name of the cases of `rates` to run")
     parser.add_argument("--peer_python", default="", help="of an environment with TRL 1.16")
     parser.add_argument(
         "--who",
