@@ -245,7 +245,7 @@ RATES = (  # task, flags, rates of the actor, rates of the critic
     ("sums", {}, (4.2e-6, 1.3e-5, 4e-5, 1.2e-4), (CRITIC_RATE,)),
     ("sums", {}, (3e-5,), (1.2e-5, CRITIC_RATE, 1.1e-4)),
     ("texts", {}, (4.2e-6, 1.3e-5, 3e-5), (CRITIC_RATE,)),
-    ("sums", RLOO, (1.3e-5, 4e-5, 1.2e-4), (CRITIC_RATE,)),
+    ("sums", RLOO, (1.3e-5, 4e-5, 1.2e-4), (None,)),
 )
 
 
@@ -257,8 +257,9 @@ def rate_cases():
             name = f"{'RLOO' if flags is RLOO else 'PPO'}, {task}, {rate:g}"
             if len(critic_rates) > 1:
                 name += f", critic {critic_rate:g}"
-            both = {"learning_rate": rate, "critic_learning_rate": critic_rate}
-            cases[name] = (task, {**flags, **both})
+            cases[name] = (task, {**flags, "learning_rate": rate})
+            if critic_rate:
+                cases[name][1]["critic_learning_rate"] = critic_rate
     return cases
 
 
