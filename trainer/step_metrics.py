@@ -5,77 +5,89 @@ trained with these numbers.
 """
 
 import math
+from argparse import Namespace
+from collections.abc import Mapping
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from trainer import ppo
-from trainer.collect import Batch
-from trainer.compute.rollout_data import Rollout
+from model.critic import CriticModel
+from trainer.advantages import centred, explained_variance
+from trainer.compute.batch import Batch
+from trainer.losses import effective_sample_size, kl_estimators, masked_sum
 from trainer.options.filter_groups import rows_of_equal_groups
+from trainer.rewards.combine import Reward
 from trainer.rewards.rules import repetition
-from trainer.run import PpoRun
 from trainer.runs.displays import Row, Rows
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics, Number
 
 
-def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
-    """Add what the ``newest_rows`` of a filled rollout show to ``metrics``: KL to the reference, how far the
-    sampler's log-probs are from the scorer's, and, with a critic, the values beside the outcomes."""
-    mask = new.mask
+def batch_metrics(
+    args: Namespace, new: Batch, critic: CriticModel | None, kl_coef: float, world: World
+) -> Metrics:
+    """What a new batch shows before it is learned from: the KL to the reference, how far the sampler's
+    log-probs are from the scorer's, and, with a critic, the values beside the returns."""
+    metrics = Metrics()
+    mask = new.action_mask
     of_tokens: dict[str, Tensor] = {}  # [B, R]
-    if run.uses_reference and not run.args.offline_data_path:  # of logged answers it is the old actor
-        k1, _, k3 = ppo.kl_estimators(new.old_logprobs, new.ref_logprobs)
+    if new.ref_logprobs is not None and not args.offline_data_path:  # of logged answers it is the old actor
+        k1, _, k3 = kl_estimators(new.old_logprobs, new.ref_logprobs)
         of_tokens |= {"kl/k1": k1, "kl/k3": k3}
-        metrics.add("kl/sequence", ppo.masked_sum(k1, mask), mask.any(1).sum())
+        metrics.add("kl/sequence", masked_sum(k1, mask), mask.any(1).sum())
     if new.old_logprobs is not new.sampler_logprobs:  # else they were not computed twice
         of_tokens["rollout/sampler_gap"] = (new.sampler_logprobs - new.old_logprobs).abs()
         of_tokens["rollout/importance_weight"] = new.importance_weights
-        size = ppo.effective_sample_size(new.old_logprobs, new.sampler_logprobs, mask, run.world.sum)
+        size = effective_sample_size(new.old_logprobs, new.sampler_logprobs, mask, world.sum)
         metrics.add("rollout/importance_ess", size)
-    if run.critic:
-        of_tokens |= {"value/mean": new.values, "value/return": new.outcomes}
-        explained = ppo.explained_variance(new.outcomes, new.values, mask, run.world.sum)
+    if critic:
+        of_tokens |= {"value/mean": new.values, "value/return": new.mc_returns}
+        explained = explained_variance(new.mc_returns, new.values, mask, world.sum)
         metrics.add("value/explained_variance", explained)
-        metrics.add("value/scale", run.critic.scale)
-    sums = {name: ppo.masked_sum(x, mask) for name, x in of_tokens.items()}
+        metrics.add("value/scale", critic.scale)
+    sums = {name: masked_sum(x, mask) for name, x in of_tokens.items()}
     metrics.add_all(sums, mask.sum())
     metrics.add("policy/advantage_std", new.advantage_std)
-    if run.kl.target:
-        metrics.add("kl/coef", run.kl.coef)
+    if args.kl_target:
+        metrics.add("kl/coef", kl_coef)
+    return metrics
 
 
-def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics) -> dict[str, float]:
+def step_metrics(
+    args: Namespace,
+    batch: Batch,
+    reward: Reward,
+    metrics: Metrics,
+    seconds: Mapping[str, float],
+    world: World,
+) -> dict[str, float]:
     """All that a step logs -> {name: mean over all processes}.
 
-    metrics: what scoring and updating have measured.
+    batch: the new one; metrics: what estimating and updating have measured; seconds: of the step's phases.
     """
-    args = run.args
-    rollout = batch.rollout
-    responses = rollout.responses()
-    for name, x in batch.scores.items():
+    responses = batch.responses()
+    for name, x in batch.parts.items():
         add_scores(metrics, f"reward/{name}", x)
     sums: dict[str, Number] = {}
-    if run.reward.models:
-        sums["reward/at_limit"] = run.reward.at_limit(batch.raw).sum()
+    if reward.models:
+        sums["reward/at_limit"] = reward.at_limit(batch.raw).sum()
     if args.filter_groups:
-        sums["rollout/sampled_again"] = batch.again
+        sums["rollout/sampled_again"] = batch.sampled_again
     if args.num_generations > 1:
-        sums["rollout/equal_groups"] = len(rows_of_equal_groups(batch.scores["score"], args.num_generations))
-    sums["rollout/length"] = rollout.response_len.sum()
-    sums["rollout/finished"] = rollout.finished.sum()
+        sums["rollout/equal_groups"] = len(rows_of_equal_groups(batch.parts["score"], args.num_generations))
+    sums["rollout/length"] = batch.response_len.sum()
+    sums["rollout/finished"] = batch.finished.sum()
     sums["rollout/repetition"] = torch.tensor([repetition(ids) for ids in responses]).sum()
     metrics.add_all(sums, len(responses))
-    metrics.add_all(batch_metrics(responses, batch.scores["score"], run.world))
-    if run.reward.functions:
-        for logged in run.world.gather(batch.raw.logged):
+    metrics.add_all(of_all_responses(responses, batch.parts["score"], world))
+    if reward.functions:
+        for logged in world.gather(batch.raw.logged):
             for name, values in logged.items():
                 metrics.add(f"function/{name}", sum(values), len(values))
-    means = metrics.means(run.world)
-    means |= {f"perf/{name}_seconds": x for name, x in batch.seconds.items()}
-    means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(batch.seconds.values())
+    means = metrics.means(world)
+    means |= {f"perf/{name}_seconds": x for name, x in seconds.items()}
+    means["perf/samples_per_second"] = args.batch_size * world.size / sum(seconds.values())
     return means
 
 
@@ -85,7 +97,7 @@ def add_scores(metrics: Metrics, name: str, scores: Tensor) -> None:
     metrics.add(name, said.sum(), len(said))
 
 
-def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> dict[str, Number]:
+def of_all_responses(responses: list[list[int]], scores: Tensor, world: World) -> dict[str, Number]:
     """{name: value} of the whole batch, the same in all processes, which must all call it.
 
     responses: this process' B lists of ids; scores [B]: theirs. "rollout/distinct": responses of which no two
@@ -97,7 +109,7 @@ def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> d
     texts, scores_of_all, lengths = zip(*chain.from_iterable(world.gather(mine)), strict=True)
     numbers = torch.tensor([scores_of_all, lengths], dtype=torch.float64)  # each process has those of all
     scored = ~numbers[0].isnan()
-    score, length = (ppo.centred(x, scored, torch.clone)[0][scored] for x in numbers)
+    score, length = (centred(x, scored, torch.clone)[0][scored] for x in numbers)
     found: dict[str, Number] = {}
     if len(score) < len(texts):
         found["reward/unscored"] = 1 - len(score) / len(texts)
@@ -111,10 +123,10 @@ def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> d
 # ------------------------------------------------------------------------------------------ what is kept
 
 
-def rows_of_step(run: PpoRun, batch: Batch) -> Rows:
+def rows_of_step(batch: Batch, world: World) -> Rows:
     """What is kept of a step's responses, of all processes, which must all call it: the first one and those
     that stand out."""
-    rows = [row for theirs in run.world.gather(answer_rows(batch)) for row in theirs]
+    rows = [row for theirs in world.gather(answer_rows(batch)) for row in theirs]
     scored = [row for row in rows if "score" in row["parts"]]
     by_score = sorted(scored, key=lambda row: row["parts"]["score"])
     longest = max(rows, key=lambda row: row["length"])
@@ -128,9 +140,9 @@ def rows_of_step(run: PpoRun, batch: Batch) -> Rows:
 def answer_rows(batch: Batch) -> list[Row]:
     """A row of each response: prompt, text, the parts of its score that say something of it, its length in
     tokens, did it end."""
-    numbers = {name: x.tolist() for name, x in batch.scores.items()}
-    lengths = batch.rollout.response_len.tolist()
-    finished = batch.rollout.finished.tolist()
+    numbers = {name: x.tolist() for name, x in batch.parts.items()}
+    lengths = batch.response_len.tolist()
+    finished = batch.finished.tolist()
     return [
         {
             "prompt": prompt.prompt,

@@ -5,7 +5,7 @@
             loss, a sum divided by the number of tokens or pairs of the whole batch
             backward
         sum gradients over processes, clip, step     AdamW; learning rate: warm-up, cosine down to a tenth
-        log, evaluate, save                          loop.py
+        log, evaluate, save                          session.py
 
 A script adds a subclass of ``SupervisedRun`` with its model, its records, its loss and its result.
 """
@@ -13,7 +13,6 @@ A script adds a subclass of ``SupervisedRun`` with its model, its records, its l
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from atomic_files import check_unused
-from dataset.data_order import next_batch
 from dataset.formats import Keys
 from dataset.lm_dataset import RecordDataset
 from dataset.record_files import open_records
@@ -41,8 +39,9 @@ from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
-from trainer.runs.optimizer_step import gradients_that_fit, make_optimizer, note_steps, step_if_finite
+from trainer.runs.optimizer_step import Updater, make_optimizer
 from trainer.runs.resume import check_resume
+from trainer.session import Session
 
 Means = dict[str, float]  # {metric: its mean}
 Items = list[tuple]  # each of lists of ids and one thing more
@@ -51,6 +50,8 @@ EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tent
 
 class SupervisedRun(Run):
     """A run of stage 1 or 2."""
+
+    updater: Updater
 
     rate: str  # a kind of ``suited_rate``
     records: type[RecordDataset]  # what it learns from
@@ -86,8 +87,8 @@ class SupervisedRun(Run):
                 check_resume(self, self.text_fingerprints())
         start.part("models")
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)
-        self.loss_scale = LossScale(self.dtype)
-        self.states = {"loss_scale": self.loss_scale}
+        loss_scale = LossScale(self.dtype)
+        self.states = {"loss_scale": loss_scale}
         policy = self.load_policy()
         source = f"--model {args.model}" if args.model else f"--seed {args.seed}"
         self.save_dtype = SaveDtype(args.save_dtype, source, self.load_policy, policy)
@@ -125,6 +126,7 @@ class SupervisedRun(Run):
         )
         self.learners = {"model": learner}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
+        self.updater = Updater(world, self.learners, loss_scale, self.progress, args.grad_clip)
 
     def load_policy(self, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
         """The language model that the run starts from."""
@@ -187,16 +189,35 @@ class SupervisedRun(Run):
         lines += describe_texts(args, (self.data, self.held_out))
         return "\n".join(filter(None, [*lines, self.note]))
 
+    @torch.no_grad()
+    def evaluate(self) -> StepLog:
+        """-> the means of the held-out records, if there are any, which the processes share; no rows."""
+        if self.held_out is None:
+            return {}, {}
+        sums = Metrics()
+        world = self.world
+        with world.all_or_none():
+            items = [self.held_out[i] for i in world.share_of(range(len(self.held_out)))]
+            lengths = [self.tokens(item) for item in items]
 
-def collect(run: SupervisedRun, step: int, batches: Iterator[Items]) -> Items:
-    """-> the items of the next batch that this process learns from."""
-    with run.world.all_or_none():
-        return next_batch(batches)
+            def measure(rows):
+                part = [items[i] for i in rows]
+                sums.merge(self.loss(part, self.loss_counts(part), "eval")[1])
+
+            each_micro_batch(lengths, tokens_per_pass(world.device), measure, "evaluation")
+        return self.summarise(sums.means(world)), {}
 
 
-def learn(run: SupervisedRun, step: int, items: Items) -> StepLog:
-    """One step: gradients of this process' items, sum over processes, optimizer step -> {name: number}, and
-    no rows to keep."""
+def train(session: Session) -> None:
+    """All steps of a run of stage 1 or 2."""
+    for step in session.steps():
+        with session.nothing_learned():  # a wrong record: the run is saved, then it ends
+            items = session.records(step)
+        session.conclude(learn(session.run, step, items), {})
+
+
+def learn(run: SupervisedRun, step: int, items: Items) -> dict[str, float]:
+    """One step: gradients of this process' items, sum over processes, optimizer step -> {name: number}."""
     world = run.world
     start = time.perf_counter()
     lengths = [run.tokens(item) for item in items]
@@ -205,9 +226,9 @@ def learn(run: SupervisedRun, step: int, items: Items) -> StepLog:
 
     learner = run.learners["model"]
     source = (lengths, lambda rows: run.loss([items[i] for i in rows], totals))
-    means = gradients_that_fit(run, [source]).means(world)
-    taken = step_if_finite(run, learner, means["train/loss"], step)
-    note_steps(run, [taken])
+    means = run.updater.gradients([source]).means(world)
+    taken = run.updater.step("model", means["train/loss"], step)
+    run.updater.note([taken])
     seconds = time.perf_counter() - start
     return means | {
         "train/grad_norm": taken.norm,
@@ -216,23 +237,4 @@ def learn(run: SupervisedRun, step: int, items: Items) -> StepLog:
         "perf/step_seconds": seconds,
         "perf/samples_per_second": run.args.batch_size * world.size / seconds,
         "perf/tokens_per_second": tokens / seconds,
-    }, {}
-
-
-@torch.no_grad()
-def evaluate(run: SupervisedRun) -> StepLog:
-    """-> the means of the held-out records, if there are any, which the processes share; no rows."""
-    if run.held_out is None:
-        return {}, {}
-    sums = Metrics()
-    world = run.world
-    with world.all_or_none():
-        items = [run.held_out[i] for i in world.share_of(range(len(run.held_out)))]
-        lengths = [run.tokens(item) for item in items]
-
-        def measure(rows):
-            part = [items[i] for i in rows]
-            sums.merge(run.loss(part, run.loss_counts(part), "eval")[1])
-
-        each_micro_batch(lengths, tokens_per_pass(world.device), measure, "evaluation")
-    return run.summarise(sums.means(world)), {}
+    }

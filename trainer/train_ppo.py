@@ -1,24 +1,22 @@
 """PPO fine-tuning (RLHF) of a small causal language model, in one script.
 
-    for each step, which is one batch of responses:                        loop.py
-        collect   the old actor answers every prompt                       collect.py, generation/engine.py
-                  the rewards score the answers                            rewards/combine.py
-        learn
-            fill_rollout     log-probs of reference and old actor; values  compute/scoring.py
-                estimate     scores -> rewards of tokens -> advantages     ppo.py, value_scale.py
-            update    for each PPO epoch, for each minibatch:
-                                 train the critic: vf_coef * value loss
-                                 train the actor, but not in the first --critic_warmup_steps batches:
-                                                   clipped policy loss + kl_coef * KL to the reference
-                                                   (- entropy_coef * entropy) (+ ptx_coef * loss of
-                                                   demonstrations)
-                             train: backward, clip, step                   runs/optimizer_step.py
-                  every --update_old_actor_freq batches the old actor becomes a copy of the actor;
-                  with 1, the default, it is the actor itself
-        log, evaluate, save, stop
+    for each step, which is one batch of responses:                        ``main``, at the end of this file
+        sample           the old actor answers every prompt                rollout.py, generation/engine.py
+        score            the rewards score the answers                     rewards/combine.py
+        evaluate_tokens  log-probs of reference and old actor; values      compute/scoring.py
+        reward_tokens    scores -> rewards of tokens -> returns            advantages.py
+        estimate         -> advantages                                     advantages.py
+        update           for each PPO epoch, for each minibatch:
+                             train the critic: vf_coef * value loss        losses.py
+                             train the actor, but not in the first --critic_warmup_steps batches:
+                                               clipped policy loss + kl_coef * KL to the reference
+                                               (- entropy_coef * entropy) (+ ptx_coef * loss of
+                                               demonstrations)
+                         train: backward, clip, step                       runs/optimizer_step.py
+        conclude         log, evaluate, save, stop                         session.py
 
-What each model starts from, and why the reference never changes: run.py. The flags come first; the
-algorithm begins at ``collect``. Why each thing is as it is: docs/ppo.md. What is left out on purpose:
+What each model starts from, and why the reference never changes: models.py. The flags come first; the
+algorithm begins at ``sample``. Why each thing is as it is: docs/ppo.md. What is left out on purpose:
 README.md, "What is not supported".
 
     python trainer/train_ppo.py                                     the bundled demo, on a GPU or a CPU
@@ -233,212 +231,237 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     set_up_threads()  # OpenMP reads the environment when torch is imported
     run_script(flag_parser().parse_args)  # ``main`` parses them again
 
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from dataset.data_order import minibatch_order, minibatch_rows, next_batch
+from dataset.data_order import minibatch_order, minibatch_rows
+from dataset.lm_dataset import LoggedAnswer, Prompt
 from progress_bar import phase
-from trainer import ppo
-from trainer.collect import (
-    Batch,
-    Seconds,
-    noise_of_step,
-    raw_scores,
-    respond,
-    sampling_from,
-    step_rewards,
-)
+from trainer import advantages, losses
+from trainer.compute.batch import Batch
 from trainer.compute.batching import send
-from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import score_all
-from trainer.evaluation import evaluate_actor
 from trainer.flags import Flags
 from trainer.inputs import complete_flags
-from trainer.loop import build_and_train
+from trainer.models import Models
 from trainer.options.filter_groups import sample_again
-from trainer.options.offline import collect_logged
-from trainer.options.replay import newest_rows
+from trainer.options.offline import logged_batch
+from trainer.options.option import Option
+from trainer.rollout import Seconds, noise_of_step, step_rewards
 from trainer.run import PpoRun
-from trainer.runs.displays import StepLog
+from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
-from trainer.runs.optimizer_step import (
-    GradientSource,
-    Step,
-    gradients_that_fit,
-    note_steps,
-    step_if_finite,
-)
-from trainer.step_metrics import note_rollout, rows_of_step, step_metrics
-from trainer.value_scale import is_informative
+from trainer.runs.optimizer_step import GradientSource, Step, Updater
+from trainer.session import Session
+from trainer.step_metrics import batch_metrics, rows_of_step, step_metrics
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Flags:
     return complete_flags(flag_parser().parse_args(argv))
 
 
-# ------------------------------------------------------------------ collect: prompts -> scored responses
+# -------------------------------------------------------------------------- prompts -> responses -> scores
+# Each phase fills fields of the batch, in the order of ``Batch`` (compute/batch.py), and changes nothing
+# else.
 
 
-def collect(run: PpoRun, step: int, batches: Iterator[list]) -> Batch:
-    """The next prompts -> the old actor's responses and their scores. Nothing is learned yet.
-
-    Raises InputError on all processes where a record or a reward of one of them fails.
-    """
+def sample(run: PpoRun, step: int, prompts: list[Prompt]) -> Batch:
+    """Prompts -> a batch of the old actor's responses, --num_generations to each, with their texts.
+    InputError in all processes where one of them fails."""
     args = run.args
-    if run.ptx:
-        run.ptx.read(step)  # the demonstrations that this step learns from as well
-    if args.offline_data_path:
-        return collect_logged(run.world, batches)
-    seconds = Seconds()
-    with seconds.of("rollout"):
-        with run.world.all_or_none():  # all have read their prompts, then all sample
-            # ``Prompt``s (dataset/lm_dataset.py): with the text that the chat template makes, and its ids
-            prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
-            noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
-        with run.world.all_or_none(), sampling_from(run, run.old_actor):
-            batch = respond(run, prompts, noise, args.temperature)
-    batch.seconds = seconds
-    # ``Reward.raw_scores`` (rewards/combine.py) of prompts, texts and lengths, and of whether they have ended
-    with seconds.of("reward"), run.world.all_or_none():
-        batch.raw = raw_scores(run, run.reward, batch)
-    if args.filter_groups:
-        sample_again(run, batch, step)
-    # Normalised, clipped, weighed and summed -> {part: [B], "score": [B]}. Once a batch: the statistics of
-    # --normalize_reward take it in.
-    batch.scores = run.reward.combine(batch.raw, run.world)
+    asked = [prompt for prompt in prompts for _ in range(args.num_generations)]
+    noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
+    with run.world.all_or_none(), run.engine.weights_of(run.models.old_actor):
+        return run.engine.respond(asked, noise, args.temperature)
+
+
+def score(run: PpoRun, step: int, batch: Batch, seconds: Seconds) -> Batch:
+    """Scores of the rewards, and the rewards that belong to tokens inside a response. --filter_groups: the
+    batch that comes back has other responses where all answers to a prompt have scored the same."""
+    with run.world.all_or_none():
+        batch.raw = run.raw_scores(run.reward, batch)
+    if run.args.filter_groups:
+        with run.world.all_or_none(), run.engine.weights_of(run.models.old_actor):
+            batch = sample_again(
+                run.args,
+                step,
+                batch,
+                engine=run.engine,
+                reward=run.reward,
+                raw_scores=partial(run.raw_scores, run.reward),
+                positions=run.positions,
+                seconds=seconds,
+            )
+    # Normalised, clipped, weighed and summed. Once a batch: the statistics of --normalize_reward take it in.
+    batch.parts = run.reward.combine(batch.raw, run.world)
+    batch.scores = send(batch.parts["score"], batch.tokens.device)
+    batch.step_rewards = step_rewards(batch, run.tokenizer)  # None without --reward_fn
     return batch
 
 
-# ------------------------------------------------------------------- learn: scored responses -> weights
+def take_logged(answers: list[LoggedAnswer], device: torch.device) -> Batch:
+    """--offline_data_path: answers and scores of the file, in the place of ``sample`` and ``score``."""
+    batch = logged_batch(answers, device)
+    batch.parts = {"score": torch.tensor([answer.score for answer in answers])}
+    batch.scores = send(batch.parts["score"], device)
+    return batch
 
 
-def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Rollout:
-    """Score a batch with reference, old actor and critic, then ``estimate`` -> the rollout, which stays fixed
-    during the update; fields are filled in the order of ``Rollout``. --replay_batches puts older batches
-    above it: old actor and critic score them again, of the reference the log-probs are kept."""
-    args = run.args
-    new = batch.rollout
-    new.scores = send(batch.scores["score"], new.tokens.device)
-    new.step_rewards = step_rewards(batch, run.tokenizer)  # None without --reward_fn
-    # Tokens of a micro-batch: as many as in an update, for which there is memory.
-    per_update = sum(new.layout.lengths) * args.mini_batch_size // (args.batch_size * args.accumulation_steps)
-    budget = min(run.progress.token_budget, per_update)
-    with run.host.on_device(run.old_actor, run.ref):
-        if run.uses_reference:
-            new.ref_logprobs, _ = score_all(
-                new, run.scorers["reference"], budget, temperature=args.temperature
+# ------------------------------------------------------------- log-probs, values -> rewards -> advantages
+
+
+def evaluate_tokens(
+    args: Namespace,
+    step: int,
+    batch: Batch,
+    models: Models,
+    options: list[Option],
+    token_budget: int,
+    world: World,
+) -> Batch:
+    """Log-probs of reference and old actor, the critic's values, and which tokens the policy loss is of.
+    --replay_batches: the batch that comes back has older batches above the new one. Old actor and critic
+    score these again; of the reference the log-probs are kept.
+
+    token_budget: the most tokens of a micro-batch.
+    """
+    # As many as in an update, for which there is memory.
+    per_update = sum(batch.layout.lengths) * args.mini_batch_size
+    budget = min(token_budget, per_update // (args.batch_size * args.accumulation_steps))
+    with models.host.on_device(models.old_actor, models.reference):
+        if models.reference_scorer:
+            batch.ref_logprobs, _ = score_all(
+                batch, models.reference_scorer, budget, temperature=args.temperature
             )
-        rollout = run.replay.join(new) if args.replay_batches else new
+        for option in options:
+            batch = option.with_older(batch)
         if args.offline_data_path:
             # Nobody knows who wrote the answers; the reference counts as it: the ratio is actor / reference.
-            rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
-        elif run.sampler_has_scored(step):  # on a CPU in fp32, or with one update a batch; seldom not
-            rollout.old_logprobs = rollout.sampler_logprobs
+            batch.old_logprobs = batch.sampler_logprobs = batch.ref_logprobs
+        elif models.sampler_has_scored(step):  # on a CPU in fp32, or with one update a batch; seldom not
+            batch.old_logprobs = batch.sampler_logprobs
         else:
-            scorer = run.scorers["old_actor"]
-            rollout.old_logprobs, entropy = score_all(rollout, scorer, budget, temperature=args.temperature)
-    if run.critic:
-        [rollout.values] = score_all(rollout, run.value_scorer, budget)
+            batch.old_logprobs, entropy = score_all(
+                batch, models.old_actor_scorer, budget, temperature=args.temperature
+            )
+    if models.value_scorer:
+        [batch.values] = score_all(batch, models.value_scorer, budget)
     # min(pi_old / pi_sampler, --importance_cap): 1 where the sampler's log-probs are the old ones
-    rollout.importance_weights = ppo.importance_weights(
-        rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask, args.importance_cap
+    batch.importance_weights = losses.importance_weights(
+        batch.old_logprobs, batch.sampler_logprobs, batch.action_mask, args.importance_cap
     )
-    rollout.counted = rollout.mask  # the tokens that the policy loss is of
+    batch.loss_mask = batch.action_mask
     if args.entropy_top < 1:
-        rollout.counted = ppo.choose_tokens(args.entropy_top, entropy, rollout.mask, run.world.gather)
+        batch.loss_mask = losses.choose_tokens(args.entropy_top, entropy, batch.action_mask, world.gather)
     if args.mask_truncated:  # TRL's mask_truncated_completions; DAPO, arXiv:2503.14476, section 3.4
-        rollout.counted = rollout.counted & rollout.finished[:, None]
-    if args.kl_target:  # before ``estimate``, which uses the weight of the KL
-        run.kl.follow(step, newest_rows(rollout, args.batch_size), run.world.sum)
-    estimate(run, rollout)
-    note_rollout(run, newest_rows(rollout, args.batch_size), metrics)  # all of it without replay
-    if args.replay_batches:
-        run.replay.keep(new)
-    return rollout
+        batch.loss_mask = batch.loss_mask & batch.finished[:, None]
+    return batch
 
 
-def estimate(run: PpoRun, rollout: Rollout) -> None:
-    """Scores [B] -> rewards of tokens -> advantages, and with a critic the returns it learns, all [B, R].
-
-    With a critic the scale of its head follows the returns, which changes no value; of the first batch it is
-    fitted to them, which does."""
-    args = run.args
-    world = run.world
-    mask = rollout.mask
+def reward_tokens(args: Namespace, batch: Batch, kl_coef: float) -> None:
+    """Scores [B] -> rewards of tokens [B, R] and their discounted sums, which values estimate."""
     penalty = None
-    if args.kl_in == "reward" and run.uses_reference:
-        k1, _, _ = ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
-        penalty = run.kl.coef * k1
-    rewards = ppo.token_rewards(
-        rollout.scores, rollout.response_len, mask, kl_penalty=penalty, steps=rollout.step_rewards
+    if args.kl_in == "reward" and kl_coef:
+        k1, _, _ = losses.kl_estimators(batch.old_logprobs, batch.ref_logprobs)
+        penalty = kl_coef * k1
+    batch.rewards = advantages.token_rewards(
+        batch.scores, batch.response_len, batch.action_mask, kl_penalty=penalty, steps=batch.step_rewards
     )
-    rollout.rewards = rewards
-    rollout.outcomes = ppo.discounted_sums(rewards, args.gamma)  # what values estimate, without any value
-    informative = is_informative(rollout, world.sum)
-    answers = args.num_generations if args.advantage in ("rloo", "group") else 0  # that are compared
+    batch.mc_returns = advantages.discounted_sums(batch.rewards, args.gamma)
+
+
+def estimate(
+    args: Namespace, batch: Batch, informative: bool, scale: advantages.AdvantageScale, world: World
+) -> None:
+    """Rewards of tokens -> advantages, and with a critic the returns that it learns, all [B, R].
+
+    Advantages of GAE and REINFORCE are taken less their mean. All are divided by a unit: their standard
+    deviation, or with GRPO each by that of its own group. The KL is divided by the unit in all of them.
+    informative: ``is_informative``.
+    """
+    rewards = batch.rewards
+    mask = batch.action_mask
+    group_size = args.num_generations
     group_std = None
     if args.advantage == "gae":
-        # Sets ``critic.scale``, the unit of the value loss. Values change with the first batch only.
-        rollout.values = run.value_scale.rescale_critic(
-            rollout.values, rollout.outcomes, mask, informative, world.sum
-        )
-        advantages, _ = ppo.gae(rewards, rollout.values, mask, args.gamma, args.lam)
+        advantage, _ = advantages.gae(rewards, batch.values, mask, args.gamma, args.lam)
         # The critic's returns have a lambda of their own.
-        _, rollout.returns = ppo.gae(rewards, rollout.values, mask, args.gamma, args.critic_lam)
+        _, batch.returns = advantages.gae(rewards, batch.values, mask, args.gamma, args.critic_lam)
+        advantage, std = advantages.centred(advantage, mask, world.sum)
     elif args.advantage == "reinforce":
-        advantages = rollout.outcomes
+        advantage, std = advantages.centred(batch.mc_returns, mask, world.sum)
     elif args.advantage == "rloo":
-        advantages = ppo.leave_one_out(rewards, mask, answers)
-    else:
-        advantages, group_std = ppo.group_normalized(rewards, mask, answers)
-    # Of GAE and REINFORCE: less their mean. Of all but groups: divided by the unit, their standard deviation;
-    # at least a tenth of that of earlier batches, all of it where all scores are equal. The KL is divided by
-    # the unit in all.
-    whitened = run.advantage_scale.whiten(
-        advantages, rollout, informative, world.sum, answers=answers, group_std=group_std
-    )
-    rollout.advantages, rollout.advantage_std, rollout.advantage_unit = whitened
+        advantage = advantages.leave_one_out(rewards, mask, group_size)
+        std = advantages.group_spread(advantage, batch, group_size, world.sum)
+    else:  # GRPO
+        advantage, group_std = advantages.group_normalized(rewards, mask, group_size)
+        std = advantages.group_spread(group_std, batch, group_size, world.sum)
+    batch.advantage_std = std
+    batch.advantage_unit = scale.unit(std, informative)
+    divisor = batch.advantage_unit if group_std is None else 1.0  # GRPO's are divided already
+    batch.advantages = torch.where(mask, advantage / divisor, 0.0)
 
 
+# --------------------------------------------------------------------------------------- losses and steps
 # Each loss is a sum over tokens, divided by the tokens of the whole minibatch over all processes; the
 # load-balancing loss of experts by its sequences. So micro-batches and processes only have to be added up.
 
 
-def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> Loss:
+class Minibatch(NamedTuple):
+    """The sequences of an optimizer step."""
+
+    batch: Batch  # those of this process
+    tokens: float  # their action tokens, over all processes
+    sequences: int  # over all processes
+    number: int  # of the optimizer step in the run
+
+
+def critic_loss(args: Namespace, models: Models, minibatch: Minibatch, rows: list[int]) -> Loss:
     """A micro-batch's share of the minibatch's value loss -> (loss, Metrics). ``--vf_coef`` matters only
     where --grad_clip binds: AdamW divides the scale of a gradient out again."""
-    args = run.args
+    assert models.critic and models.value_scorer
+    mb = minibatch.batch.rows(rows)
     metrics = Metrics()
-    # balance: the load-balancing loss of experts, 0 for other models
-    values, balance = run.value_scorer(mb.tokens, mb.layout)
-    loss, info = ppo.value_loss(
-        values, mb.values, mb.returns, mb.mask, cliprange=args.cliprange_value, scale=run.critic.scale
+    # aux_loss: the load-balancing loss of experts, 0 for other models
+    values, aux_loss = models.value_scorer(mb.tokens, mb.layout)
+    loss, info = losses.value_loss(
+        values,
+        mb.values,
+        mb.returns,
+        mb.action_mask,
+        cliprange=args.cliprange_value,
+        scale=models.critic.scale,
     )
-    metrics.add_all(info, count=mb.mask.sum())
-    metrics.add("value/balance_loss", balance, len(mb.tokens))
-    return args.vf_coef * loss / token_count + balance / run.minibatch_size, metrics
+    metrics.add_all(info, count=mb.action_mask.sum())
+    metrics.add("value/balance_loss", aux_loss, len(mb.tokens))
+    return args.vf_coef * loss / minibatch.tokens + aux_loss / minibatch.sequences, metrics
 
 
-def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> Loss:
+def actor_loss(
+    args: Namespace, models: Models, kl_coef: float, minibatch: Minibatch, rows: list[int]
+) -> Loss:
     """A micro-batch's share of the minibatch's loss of the actor -> (loss, Metrics).
 
-    (policy loss + kl_coef * KL - entropy_coef * entropy) / tokens + balance loss of experts / sequences. With
-    --kl_in reward the advantages have the KL of before the updates (``estimate``), and ``policy_loss`` takes
-    off what the updates have added to it since.
+    (policy loss + kl_coef * KL - entropy_coef * entropy) / tokens + aux loss of experts / sequences. With
+    --kl_in reward the advantages have the KL of before the updates (``reward_tokens``), and ``policy_loss``
+    takes off what the updates have added to the KL since.
     """
-    args = run.args
+    mb = minibatch.batch.rows(rows)
     metrics = Metrics()
-    logprobs, entropy, balance = run.scorers["actor"](mb.tokens, mb.layout, args.temperature)
-    if run.single_update:  # of the whole batch: the actor is still the old one, and this its forward
-        mb.old_logprobs = logprobs.detach()
-        mb.importance_weights = ppo.importance_weights(
-            mb.old_logprobs, mb.sampler_logprobs, mb.mask, args.importance_cap
-        )
-    # Advantages were divided by this unit. So are KL and entropy: --kl_coef stays in reward units. It is what
-    # ``coef`` always is, unless --kl_target moves it.
-    kl_weight = run.kl.coef / mb.advantage_unit
-    loss, info = ppo.policy_loss(
+    logprobs, entropy, aux_loss = models.actor_scorer(mb.tokens, mb.layout, args.temperature)
+    mask = mb.action_mask
+    if models.single_update:  # of the whole batch: the actor is still the old one, and this its forward
+        old = logprobs.detach()
+        weights = losses.importance_weights(old, mb.sampler_logprobs, mask, args.importance_cap)
+        mb = replace(mb, old_logprobs=old, importance_weights=weights)
+    # The advantages were divided by the unit. KL and entropy are divided by the unit too, so that --kl_coef
+    # stays in reward units.
+    kl_weight = kl_coef / mb.advantage_unit
+    loss, info = losses.policy_loss(
         logprobs,
         mb,
         low=args.clip_epsilon,
@@ -449,115 +472,149 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> Loss:
         decay=args.gamma * args.lam,  # of that KL, as in the advantages
     )
     if args.kl_in == "loss" and kl_weight:
-        loss = loss + kl_weight * ppo.kl_loss(logprobs, mb)
-    total_entropy = ppo.masked_sum(entropy, mb.mask)
+        loss = loss + kl_weight * losses.kl_loss(logprobs, mb)
+    total_entropy = losses.masked_sum(entropy, mask)
     if args.entropy_coef:
         loss = loss - args.entropy_coef / mb.advantage_unit * total_entropy
-    metrics.add_all({**info, "policy/entropy": total_entropy}, count=mb.mask.sum())
-    metrics.add("policy/balance_loss", balance, len(mb.tokens))
-    return loss / token_count + balance / run.minibatch_size, metrics
+    metrics.add_all({**info, "policy/entropy": total_entropy}, count=mask.sum())
+    metrics.add("policy/balance_loss", aux_loss, len(mb.tokens))
+    return loss / minibatch.tokens + aux_loss / minibatch.sequences, metrics
 
 
-def add_gradients(run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int) -> Metrics:
-    """Backward of one model's loss, micro-batch by micro-batch; the actor's with the demonstrations of
-    optimizer step ``number``, if there are any -> what the losses have measured.
-
-    token_count: the minibatch's response tokens over all processes.
-    """
-
-    def loss_of(rows: list[int]) -> Loss:  # of a micro-batch
-        loss = critic_loss if name == "critic" else actor_loss
-        return loss(run, minibatch.rows(rows), token_count)
-
-    sources: list[GradientSource] = [(minibatch.layout.lengths, loss_of)]
-    if run.ptx and name == "actor":
-        sources.append(run.ptx.source(number, run.scorers["actor"]))
-    return gradients_that_fit(run, sources, run.args.accumulation_steps)
+def train_critic(
+    args: Namespace, models: Models, updater: Updater, minibatch: Minibatch, metrics: Metrics
+) -> Step:
+    """An optimizer step of the critic: backward, sum over processes, clip, step."""
+    loss_of = partial(critic_loss, args, models, minibatch)
+    measured = updater.gradients([(minibatch.batch.layout.lengths, loss_of)], args.accumulation_steps)
+    metrics.merge(measured)
+    [total_loss] = measured.sums(["value/loss"], updater.world)
+    return take_step(updater, "critic", "value", total_loss, minibatch.number, metrics)
 
 
-def train(
-    run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int, metrics: Metrics
+def train_actor(
+    args: Namespace,
+    models: Models,
+    updater: Updater,
+    minibatch: Minibatch,
+    metrics: Metrics,
+    kl_coef: float,
+    options: list[Option],
 ) -> Step | None:
-    """Optimizer step ``number`` of the run, of the model "critic" or "actor": backward, sum over processes,
-    clip, step. None, without a step, where ``--target_kl`` stops the actor."""
-    learner = run.learners[name]
-    measured = add_gradients(run, name, minibatch, token_count, number)
+    """An optimizer step of the actor. None, without a step, where ``--target_kl`` stops the actor."""
+    loss_of = partial(actor_loss, args, models, kl_coef, minibatch)
+    sources: list[GradientSource] = [(minibatch.batch.layout.lengths, loss_of)]
+    sources += filter(None, (option.further_loss(minibatch.number) for option in options))
+    measured = updater.gradients(sources, args.accumulation_steps)
     metrics.merge(measured)
     metrics.keep_first("policy/ratio", "policy/first_ratio")  # of the first minibatch: it must be 1
-    if name == "critic":
-        [total_loss] = measured.sums(["value/loss"], run.world)
-    else:
-        total_loss, total_kl = measured.sums(["policy/loss", "policy/approx_kl"], run.world)
-        stopped = 0 < run.args.target_kl < total_kl / token_count
-        metrics.add("policy/early_stop", stopped)
-        if stopped:
-            learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
-            return None
-    step = step_if_finite(run, learner, total_loss, number)
+    total_loss, total_kl = measured.sums(["policy/loss", "policy/approx_kl"], updater.world)
+    stopped = 0 < args.target_kl < total_kl / minibatch.tokens
+    metrics.add("policy/early_stop", stopped)
+    if stopped:
+        updater.forget_gradients()  # no step: momentum must not move the weights either
+        return None
+    return take_step(updater, "actor", "policy", total_loss, minibatch.number, metrics)
+
+
+def take_step(
+    updater: Updater, name: str, group: str, total_loss: float, number: int, metrics: Metrics
+) -> Step:
+    """Sum the gradients over processes, clip, step -> the ``Step``. group: of its metrics."""
+    step = updater.step(name, total_loss, number)
     metrics.add("policy/skipped_steps", not step.finite)
-    group = "policy" if name == "actor" else "value"
     if step.finite:
         metrics.add(f"{group}/grad_norm", step.norm)
-    metrics.add(f"{group}/learning_rate", learner.learning_rate(number))
+    metrics.add(f"{group}/learning_rate", updater.learners[name].learning_rate(number))
     return step
 
 
-def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
-    """PPO epochs over a rollout. It is cut into minibatches once; each epoch takes them in another order
-    (``minibatch_order``; with --replay_batches, replayed batches and the new one take turns). In each
-    minibatch the critic steps first, then the actor: only one model's gradients are in memory. Above
-    --target_kl the actor stops for the rest of the batch; the critic goes on: the KL does not concern it."""
-    args = run.args
+def cut_into_minibatches(args: Namespace, step: int, batch: Batch, world: World) -> list[Minibatch]:
+    """The minibatches of a step, in the order of their optimizer steps. A batch is cut once; each PPO epoch
+    takes the minibatches in another order (``minibatch_order``). With --replay_batches, minibatches of
+    replayed batches and of the new one take turns."""
     rows_of_minibatch = minibatch_rows(args.batch_size, args.mini_batch_size, args.num_generations)
-    starts = range(0, len(rollout.tokens), args.batch_size)  # of the replayed batches and the new one
-    minibatches = [
-        rollout.rows([start + row for row in rows]) for start in starts for rows in rows_of_minibatch
-    ]
-    token_counts = run.world.sum(torch.stack([mb.mask.sum() for mb in minibatches])).clamp(min=1).tolist()
+    starts = range(0, len(batch.tokens), args.batch_size)  # of the replayed batches and the new one
+    cut = [batch.rows([start + row for row in rows]) for start in starts for rows in rows_of_minibatch]
+    tokens = world.sum(torch.stack([mb.action_mask.sum() for mb in cut])).clamp(min=1).tolist()
+    count = len(rows_of_minibatch)
     order = minibatch_order(
-        step, older=args.replay_batches, count=len(rows_of_minibatch), epochs=args.ppo_epochs, seed=args.seed
+        step, older=args.replay_batches, count=count, epochs=args.ppo_epochs, seed=args.seed
     )
-    first_number = step * run.updates_per_batch  # optimizer steps before this batch
-    actor_trains = step >= run.learners["actor"].first_batch  # --critic_warmup_steps
-    with phase("updates", len(order), "minibatches") as bar:
-        # number: of the optimizer step in the run; k: of the minibatch, the oldest batch's first
-        for number, k in enumerate(order, first_number):
-            steps = []
-            if run.critic:
-                steps.append(train(run, "critic", minibatches[k], token_counts[k], number, metrics))
+    sequences = args.mini_batch_size * world.size
+    first = step * args.ppo_epochs * count  # optimizer steps before this batch
+    return [Minibatch(cut[k], tokens[k], sequences, number) for number, k in enumerate(order, first)]
+
+
+def update(
+    args: Namespace,
+    step: int,
+    batch: Batch,
+    models: Models,
+    updater: Updater,
+    metrics: Metrics,
+    kl_coef: float,
+    options: list[Option],
+) -> None:
+    """PPO epochs over a batch. In each minibatch the critic steps first, then the actor: only one model's
+    gradients are in memory. Above --target_kl the actor stops for the rest of the batch; the critic goes on:
+    the KL does not concern it."""
+    minibatches = cut_into_minibatches(args, step, batch, updater.world)
+    actor_trains = step >= args.critic_warmup_steps
+    with phase("updates", len(minibatches), "minibatches") as bar:
+        for minibatch in minibatches:
+            steps: list[Step | None] = []
+            if models.critic:
+                steps.append(train_critic(args, models, updater, minibatch, metrics))
             if actor_trains:
-                steps.append(train(run, "actor", minibatches[k], token_counts[k], number, metrics))
+                steps.append(train_actor(args, models, updater, minibatch, metrics, kl_coef, options))
                 actor_trains = steps[-1] is not None  # None: --target_kl
             taken = [done for done in steps if done]
             if not taken:  # the actor has stopped, and there is no critic
                 break
-            note_steps(run, taken)
+            updater.note(taken)
             bar.update()
 
 
-def learn(run: PpoRun, step: int, batch: Batch) -> StepLog:
-    """Update critic and actor with a batch -> (metrics, {file: rows to keep})."""
-    args = run.args
-    metrics = Metrics()
-    with batch.seconds.of("score"):
-        rollout = fill_rollout(run, step, batch, metrics)
-    with batch.seconds.of("update"):
-        update(run, rollout, step, metrics)
-        if args.ema_beta:
-            run.ema.follow(step)
-        if run.old_actor is not run.actor and (step + 1) % args.update_old_actor_freq == 0:
-            run.old_actor.load_state_dict(run.actor.state_dict())
-    return step_metrics(run, batch, metrics), rows_of_step(run, batch)
+# ------------------------------------------------------------------------------------------------ the loop
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    build_and_train(
-        build=PpoRun,
-        given=parse_args(argv),
-        collect=collect,
-        learn=learn,
-        evaluate=evaluate_actor,
-    )
+    with Session(PpoRun, parse_args(argv)) as session:  # a new run, or one as its checkpoint left it
+        run = session.run
+        world = session.world
+        args = run.args
+        models = run.models
+        options = run.options
+        for step in session.steps():
+            seconds = Seconds()
+            with session.nothing_learned():  # a wrong record or reward: the run is saved, then it ends
+                with seconds.of("rollout"):
+                    records = session.records(step)
+                    new = take_logged(records, world.device) if run.logged else sample(run, step, records)
+                with seconds.of("reward"):
+                    new = new if run.logged else score(run, step, new, seconds)
+                with seconds.of("score"):
+                    batch = evaluate_tokens(
+                        args, step, new, models, options, run.progress.token_budget, world
+                    )
+                    for option in options:
+                        option.before_estimate(step, batch)
+            with seconds.of("score"):
+                reward_tokens(args, batch, run.kl.coef)
+                informative = advantages.is_informative(batch, world.sum)
+                if models.critic:  # this changes the critic: its scale, and after the first batch its values
+                    run.value_scale.fit(batch, informative, world.sum)
+                estimate(args, batch, informative, run.advantage_scale, world)
+                newest = batch.newest(args.batch_size)  # all of it, without replay
+                metrics = batch_metrics(args, newest, models.critic, run.kl.coef, world)
+            with seconds.of("update"):
+                update(args, step, batch, models, run.updater, metrics, run.kl.coef, options)
+                for option in options:
+                    option.after_step(step, new)
+                models.refresh(step)  # the old actor, where it is not the actor itself
+            found = step_metrics(args, new, run.reward, metrics, seconds, world)
+            session.conclude(found, rows_of_step(new, world))
 
 
 if __name__ == "__main__":

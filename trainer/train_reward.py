@@ -61,12 +61,12 @@ from model.saving import save_directory, whole_state
 from model.weights import make_score_heads
 from trainer.compute.batching import send
 from trainer.inputs import DEMO
-from trainer.loop import build_and_train
 from trainer.rewards.reward_models import score_packed
 from trainer.runs import displays
-from trainer.runs.base import Kept, full_path
+from trainer.runs.base import SavedAttributes, full_path
 from trainer.runs.metrics import Loss, Metrics
-from trainer.supervised import Items, Means, SupervisedRun, collect, evaluate, learn
+from trainer.session import Session
+from trainer.supervised import Items, Means, SupervisedRun, train
 
 
 def parse_args(argv: list[str] | None) -> Flags:
@@ -123,14 +123,14 @@ def answer_room(pairs: RecordDataset) -> int:
 # ------------------------------------------------------------------------------------------------- the runs
 
 
-class Zero(Kept):
+class Zero(SavedAttributes):
     """``mean``: the mean score of the held-out answers in the last evaluation, which PPO subtracts.
 
     The loss of pairs fixes only differences between scores, not their level, and PPO clips scores. (Ziegler
     et al. 2019, arXiv:1909.08593, section 2.1, set the variance to 1 as well; here the scores keep their
     unit.) A linear head without a bias cannot hold the shift: it is ``reward_offset`` in config.json."""
 
-    kept = ("mean",)
+    saved = ("mean",)
     mean = 0.0
 
 
@@ -236,7 +236,8 @@ class RewardRun(SupervisedRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    build_and_train(RewardRun, parse_args(argv), collect, learn, evaluate)
+    with Session(RewardRun, parse_args(argv)) as session:
+        train(session)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ on held-out records (``--eval_data_path``, or the last ``--eval_size`` of the fi
     torchrun --nproc_per_node 2 trainer/train_sft.py …                # two GPUs or processes
 
 It writes ``<out_dir>/full_sft_<hidden_size>.pth``, from which ``train_ppo.py --hidden_size …
---reasoning 0`` starts, and the same model as a Hugging Face directory. The loop is in
-loop.py. Stopping, resuming and faults: docs/reliability.md.
+--reasoning 0`` starts, and the same model as a Hugging Face directory. What surrounds the loop:
+session.py. Stopping, resuming and faults: docs/reliability.md.
 """
 
 import math
@@ -66,10 +66,10 @@ from model.loading import check_ends, is_moe
 from model.model_minimind import MiniMindConfig, plain_config
 from model.saving import save_directory, save_policy, whole_state
 from trainer.compute.scoring import PolicyScorer, score_learned
-from trainer.loop import build_and_train
 from trainer.runs import displays
 from trainer.runs.metrics import Loss, Metrics
-from trainer.supervised import Items, Means, SupervisedRun, collect, evaluate, learn
+from trainer.session import Session
+from trainer.supervised import Items, Means, SupervisedRun, train
 
 
 def parse_args(argv: list[str] | None) -> Flags:
@@ -156,7 +156,8 @@ class SftRun(SupervisedRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    build_and_train(SftRun, parse_args(argv), collect, learn, evaluate)
+    with Session(SftRun, parse_args(argv)) as session:
+        train(session)
 
 
 if __name__ == "__main__":

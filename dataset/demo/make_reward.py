@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainer import train_reward
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.precision import autocast
-from trainer.loop import build_and_train
 from trainer.runs.metrics import Metrics
-from trainer.supervised import Items, collect, evaluate, learn
+from trainer.session import Session
+from trainer.supervised import Items, train
 
 EXTRA_LAYERS = 2
 PARTING_COEF = 1.0  # of the pair loss where the answers part
@@ -137,7 +137,8 @@ class DemoRun(train_reward.RewardRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    build_and_train(DemoRun, train_reward.parse_args(argv), collect, learn, evaluate)
+    with Session(DemoRun, train_reward.parse_args(argv)) as session:
+        train(session)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from model.critic import CriticModel
 from model.loading import as_input_error, embeddings, is_moe, quiet
 from trainer.compute.attention import ATTENTION
+from trainer.compute.batch import Batch
 from trainer.compute.batching import Layout, pad_right, tokens_per_pass
 from trainer.compute.fused_layers import fuse_layers
 from trainer.compute.kernels import difference, few_layers
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.precision import autocast, rows_to_add
-from trainer.compute.rollout_data import Rollout
 from trainer.compute.sharding import InStep, layers_of
 
 # A model without its head. transformers calls ``base_model`` a Module, which has no config.
@@ -222,23 +222,23 @@ class ValueScorer(Scorer):
 
 
 @torch.no_grad()
-def score_all(rollout: Rollout, scorer: Scorer, token_budget: int = 0, **more: float) -> list[Tensor]:
-    """Score all rows of a rollout, micro-batch by micro-batch -> what the scorer finds of the sampled tokens,
+def score_all(batch: Batch, scorer: Scorer, token_budget: int = 0, **more: float) -> list[Tensor]:
+    """Score all rows of a batch, micro-batch by micro-batch -> what the scorer finds of the sampled tokens,
     each [B, R]: a ``PolicyScorer`` log-probs and the entropies before them, a ``ValueScorer`` values. more:
     what it is called with besides; token_budget: of a micro-batch, where that is more than
     ``tokens_per_pass``."""
     found: dict[int, tuple[Tensor, ...]] = {}  # {row: its numbers, each [R]}
-    width = rollout.sampler_logprobs.shape[1]
+    width = batch.sampler_logprobs.shape[1]
 
     def fill(index):
         rows = index or [0]  # of a pass of a sharded model for which no rows are left
-        part = rollout.rows(rows)
+        part = batch.rows(rows)
         *numbers, _ = scorer(part.tokens, part.layout, **more)
         padded = [F.pad(x, (0, width - x.shape[1])) for x in numbers]
         found.update(zip(rows, zip(*padded, strict=True), strict=True))
 
-    budget = max(token_budget, tokens_per_pass(rollout.tokens.device))
-    each_micro_batch(rollout.layout.lengths, budget, fill, scorer.name, scorer.in_step)
+    budget = max(token_budget, tokens_per_pass(batch.tokens.device))
+    each_micro_batch(batch.layout.lengths, budget, fill, scorer.name, scorer.in_step)
     in_order = [found[row] for row in range(len(found))]
     return [torch.stack(numbers) for numbers in zip(*in_order, strict=True)]
 

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from errors import InputError
 from progress_bar import phase
+from trainer.compute.batch import Batch, new_batch
 from trainer.compute.batching import micro_batches, pad_right, send, tokens_per_pass
 from trainer.compute.kernels import kernels_for
 from trainer.compute.logprobs import head_logits
 from trainer.compute.memory import attempt, out_of_memory_error
-from trainer.compute.rollout_data import Rollout, as_rollout
 from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.kv_cache import KVCache, bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
@@ -89,8 +89,8 @@ class Sampler:
         temperature: float,
         min_gen_len: int = 0,
         stops: StopStrings | None = None,
-    ) -> Rollout:
-        """One response a prompt -> ``Rollout`` with its first five fields, in the order of the prompts.
+    ) -> Batch:
+        """One response a prompt -> ``Batch`` with its first five fields, in the order of the prompts.
 
         prompt_ids: B non-empty lists; keys [B]: from ``noise_keys``; eos_ids: each of them ends a response;
         temperature 0 is greedy. When memory runs out, sampling starts again with half the slots: the same
@@ -118,19 +118,19 @@ class Sampler:
                     raise out_of_memory_error(width)
                 self.slots = self.tried // 2
         # Not in inference mode: its tensors may take part in training.
-        rollout = as_rollout(
+        batch = new_batch(
             prompt_ids,
             engine.tokens[:count],
             engine.logprobs[:count],
             engine.response_len[:count],
             engine.finished[:count],
         )
-        if not rollout.sampler_logprobs.isfinite().all():
+        if not batch.sampler_logprobs.isfinite().all():
             raise InputError(
                 f"in {str(self.copy.model.dtype)[6:]} the policy gives numbers that are NaN or infinite; "
                 "use --dtype float32, or lower the learning rates"
             )
-        return rollout
+        return batch
 
     def _engine(self, sizes, ends):
         """The engine for a call of these sizes, with as many slots as there is room for."""

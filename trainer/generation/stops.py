@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from trainer.compute.batch import Batch
 from trainer.compute.batching import Layout
-from trainer.compute.rollout_data import Rollout
 
 HALF = "\ufffd"  # what an incomplete character decodes to
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # in tokens such as GPT-2's
@@ -120,12 +120,12 @@ class StopStrings:
 
 
 def response_texts(
-    rollout: Rollout, tokenizer: PreTrainedTokenizerBase, stops: StopStrings | None = None
+    batch: Batch, tokenizer: PreTrainedTokenizerBase, stops: StopStrings | None = None
 ) -> list[str]:
     """The responses as B texts (``decode``), without the EOS or the stop string that ended them. stops: the
     ``StopStrings`` that they were sampled with, or None."""
     texts = []
-    for ids, ended in zip(rollout.responses(), rollout.finished.tolist(), strict=True):
+    for ids, ended in zip(batch.responses(), batch.finished.tolist(), strict=True):
         if ended and stops:
             texts.append(stops.cut(ids))
         else:

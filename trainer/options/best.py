@@ -7,13 +7,12 @@ run that is evaluated in another way the best begins anew.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from atomic_files import write_whole, writing
 from errors import InputError
-from trainer.rewards.reward_function import code_hash
 
 WEIGHTS = "best.pth"  # in the run folder
 EVALUATION = "best.json"
@@ -52,31 +51,19 @@ class Best(NamedTuple):
         return f"there is no {file}, because {self.metric} was never above {self.value:.3f}"
 
 
-def first_best(run: Any) -> Best:
-    """The ``Best`` of a ``PpoRun`` before its first evaluation. Raises InputError for a --best_metric that no
-    evaluation of this run has."""
-    args = run.args
-    names = [*run.reward.names, *run.judge.names, "length", "finished"]
-    if run.reward.reasoning:
-        names.append("format_rate")
-    accuracy = run.held_out.has_accuracy  # whether right answers are known
-    if accuracy:
-        names.append("accuracy")
-    names += [f"{name}_greedy" for name in names]
-    if accuracy and args.num_generations > 1:
-        names.append(f"pass@{args.num_generations}")
-    if run.held_out_pairs:
-        names.append("chosen_preferred")
-    names = [f"eval/{name}" for name in names]
-    metric = args.best_metric and f"eval/{args.best_metric.removeprefix('eval/')}"
-    if metric and metric not in names:
-        raise InputError(f"--best_metric {metric}: no evaluation has it; choose one of {', '.join(names)}")
-    return Best(f"{run.held_out.fingerprint} {code_hash(args.reward_fn)} {run.judged_by}", metric)
+def first_best(metric: str, names: Sequence[str], source: str) -> Best:
+    """The ``Best`` of a run before its first evaluation. metric: --best_metric; names: of what an evaluation
+    finds; source: of ``Best``. Raises InputError for a metric that no evaluation of the run has."""
+    found = [f"eval/{name}" for name in names]
+    metric = metric and f"eval/{metric.removeprefix('eval/')}"
+    if metric and metric not in found:
+        raise InputError(f"--best_metric {metric}: no evaluation has it; choose one of {', '.join(found)}")
+    return Best(source, metric)
 
 
-def best_so_far(folder: Path, best: Best, logger: Any) -> Best:
+def best_so_far(folder: Path, best: Best, say: Callable[[str], object]) -> Best:
     """What was the best when the run of this folder stopped; ``best`` if there was none, or if it cannot be
-    compared with evaluations to come, which the logger then says. Raises InputError for a damaged file."""
+    compared with evaluations to come, which a line then says. Raises InputError for a damaged file."""
     path = folder / EVALUATION
     if not path.exists():
         return best
@@ -86,7 +73,7 @@ def best_so_far(folder: Path, best: Best, logger: Any) -> Best:
         raise InputError(f"{path}: is damaged; delete it, then the best begins anew") from None
     if best.follows(found):
         return found
-    logger.say("note: the best so far was evaluated otherwise; it begins anew")
+    say("note: the best so far was evaluated otherwise; it begins anew")
     return best
 
 

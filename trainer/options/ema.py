@@ -12,11 +12,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from trainer.compute.batch import Batch
+from trainer.options.option import Option
 from trainer.runs.base import Learner
 
 
-class Ema:
-    """The average of what a ``Learner`` trains. beta: 0 for none, and ``follow`` is not called.
+class Ema(Option):
+    """The average of what a ``Learner`` trains. beta: 0 for none.
 
     ``batches``: how many count so far; ``weights``: {name: their average, fp32 on the CPU}.
     """
@@ -29,7 +31,7 @@ class Ema:
         self.trained = {name: p for name, p in found if p.requires_grad}
         self.weights = {name: _on_host(p).clone() for name, p in self.trained.items()}
 
-    def follow(self, step: int) -> None:
+    def after_step(self, step: int, batch: Batch) -> None:
         """Take in the weights after a step, if the actor trained in it."""
         if step < self.learner.first_batch:
             return

@@ -6,23 +6,24 @@ Here the same prompts get new answers, with other noise: the batch keeps its siz
 takes depends on nothing that was sampled. What still scores the same after N times stays in the batch.
 """
 
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.collect import Batch, noise_of_step, raw_scores, respond, sampling_from
-from trainer.compute.rollout_data import join_rollouts
-from trainer.rewards.combine import OF_LENGTH, RawScores, Reward
+from trainer.compute.batch import Batch, RawScores, join_batches
+from trainer.rewards.combine import OF_LENGTH, Reward
+from trainer.rollout import RolloutEngine, Seconds, noise_of_step
 
 
-def rows_of_equal_groups(scores: Tensor, answers: int) -> list[int]:
+def rows_of_equal_groups(scores: Tensor, group_size: int) -> list[int]:
     """Scores [B] -> the rows of the prompts whose answers all score the same; NaN, no score, differs from
     none."""
-    groups = scores.view(-1, answers)
+    groups = scores.view(-1, group_size)
     equal = groups.nan_to_num(-torch.inf).amax(1) <= groups.nan_to_num(torch.inf).amin(1)
-    return equal.repeat_interleave(answers).nonzero()[:, 0].tolist()
+    return equal.repeat_interleave(group_size).nonzero()[:, 0].tolist()
 
 
 def scores_to_compare(reward: Reward, raw: RawScores) -> Tensor:
@@ -34,26 +35,36 @@ def scores_to_compare(reward: Reward, raw: RawScores) -> Tensor:
     return scores["score"] if reward.running else scores.get("score_raw", scores["score"])
 
 
-def sample_again(run: Any, batch: Batch, step: int) -> None:
-    """Sample this process' prompts whose answers all score the same again, in place. run: a ``PpoRun``.
+def sample_again(
+    args: Namespace,
+    step: int,
+    batch: Batch,
+    engine: RolloutEngine,
+    reward: Reward,
+    raw_scores: Callable[[Batch], RawScores],
+    positions: Sequence[int],
+    seconds: Seconds,
+) -> Batch:
+    """Sample this process' prompts whose answers all score the same again -> the batch with the new answers.
+    Only in ``engine.weights_of`` the old actor.
 
-    Processes sample different numbers of times, so they exchange nothing until all are done.
+    raw_scores: of the reward; positions: of the batch's rows in the global batch. Processes sample different
+    numbers of times, so they exchange nothing here.
     """
-    args = run.args
-    with run.world.all_or_none(), sampling_from(run, run.old_actor):
-        for times in range(1, args.filter_groups + 1):
-            rows = rows_of_equal_groups(scores_to_compare(run.reward, batch.raw), args.num_generations)
-            if not rows:
-                break
-            asked = [batch.prompts[row] for row in rows]
-            keys = noise_of_step(args, step, [run.positions[row] for row in rows], times)
-            with batch.seconds.of("rollout"):
-                new = respond(run, asked, keys, args.temperature)
-            with batch.seconds.of("reward"):
-                batch.raw.replace(rows, raw_scores(run, run.reward, new))
-            order = list(range(len(batch.prompts)))
-            for place, row in enumerate(rows):
-                order[row] = len(batch.prompts) + place
-                batch.texts[row] = new.texts[place]
-            batch.rollout = join_rollouts([batch.rollout, new.rollout]).rows(order)
-            batch.again += len(rows)
+    for times in range(1, args.filter_groups + 1):
+        rows = rows_of_equal_groups(scores_to_compare(reward, batch.raw), args.num_generations)
+        if not rows:
+            break
+        keys = noise_of_step(args, step, [positions[row] for row in rows], times)
+        with seconds.of("rollout"):
+            new = engine.respond([batch.prompts[row] for row in rows], keys, args.temperature)
+        with seconds.of("reward"):
+            batch.raw.replace(rows, raw_scores(new))
+        order = list(range(len(batch.prompts)))
+        for place, row in enumerate(rows):
+            order[row] = len(batch.prompts) + place
+        joined = join_batches([batch, new]).rows(order)
+        joined.raw = batch.raw
+        joined.sampled_again = batch.sampled_again + len(rows)
+        batch = joined
+    return batch

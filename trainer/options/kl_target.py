@@ -12,38 +12,43 @@ from argparse import Namespace
 
 import torch
 
-from trainer.compute.rollout_data import Rollout
-from trainer.ppo import Sum
-from trainer.runs.base import Kept, Learner
+from trainer.advantages import Sum
+from trainer.compute.batch import Batch
+from trainer.options.option import Option
+from trainer.runs.base import Learner, SavedAttributes
 
 LARGEST_ERROR = 0.2
 HORIZON = 4  # batches, where --kl_horizon is not given
 
 
-class KlTarget(Kept):
+class KlTarget(SavedAttributes, Option):
     """Keeps ``coef``, the weight of the KL in reward units per nat, the same in all processes.
 
-    learner: the actor's; responses: of a batch of all processes. A horizon shorter than a batch counts as
-    one: the weight could become negative.
+    learner: the actor's; world_size: of processes. A horizon shorter than a batch counts as one: the weight
+    could become negative.
     """
 
-    kept = ("coef",)
+    saved = ("coef",)
 
-    def __init__(self, args: Namespace, learner: Learner, responses: int):
+    def __init__(self, args: Namespace, learner: Learner, world_size: int, sum_over_processes: Sum) -> None:
         self.coef: float = args.kl_coef
         self.target: float = args.kl_target
         self.every: int = args.update_old_actor_freq
         self.learner = learner
+        self.batch_size: int = args.batch_size
+        self.sum_over_processes = sum_over_processes
+        responses = args.batch_size * world_size
         self.horizon: int = max(args.kl_horizon or HORIZON * responses, responses)
 
-    def follow(self, step: int, newest: Rollout, sum_over_processes: Sum) -> None:
-        """Take in a new batch with its log-probs under old actor and reference, before it is learned from. A
-        KL that is not finite changes nothing."""
+    def before_estimate(self, step: int, batch: Batch) -> None:
+        """Move the weight by the KL of the new batch, whose log-probs are under old actor and reference. A KL
+        that is not finite changes nothing."""
         if step <= self.learner.first_batch or step % self.every:
             return
-        k1 = torch.where(newest.mask, newest.old_logprobs - newest.ref_logprobs, 0.0).double().sum()
-        count = newest.mask.any(1).sum().to(k1)  # responses with a score
-        total, responses = sum_over_processes(torch.stack([k1, count])).tolist()
+        newest = batch.newest(self.batch_size)
+        k1 = torch.where(newest.action_mask, newest.old_logprobs - newest.ref_logprobs, 0.0).double().sum()
+        count = newest.action_mask.any(1).sum().to(k1)  # responses with a score
+        total, responses = self.sum_over_processes(torch.stack([k1, count])).tolist()
         if math.isfinite(total) and responses:
             error = total / responses / self.target - 1
             error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)

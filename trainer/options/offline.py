@@ -6,21 +6,17 @@ the ratio is actor / reference. All the rest is as ever. It is the offline PPO o
 """
 
 from argparse import Namespace
-from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dataset.data_order import next_batch
 from dataset.formats import Keys, is_pair, named
 from dataset.lm_dataset import LoggedAnswer, LoggedAnswers, LoggedPairs
 from dataset.record_files import open_records
 from model.loading import eos_ids
-from trainer.collect import Batch, Seconds
+from trainer.compute.batch import Batch, new_batch
 from trainer.compute.batching import pad_right
-from trainer.compute.rollout_data import Rollout, as_rollout
-from trainer.runs.distributed import World
 
 Logged = TypeVar("Logged", LoggedAnswers, LoggedPairs)
 
@@ -50,22 +46,13 @@ def held_out_pairs(
     return None
 
 
-def logged_rollout(answers: list[LoggedAnswer], device: torch.device) -> Rollout:
-    """Logged answers (list of ``LoggedAnswer``) -> ``Rollout`` with its first five fields. No sampler gave
-    them log-probs: these are 0 until ``fill_rollout`` takes the reference's."""
+def logged_batch(answers: list[LoggedAnswer], device: torch.device) -> Batch:
+    """Logged answers -> ``Batch``. No sampler gave them log-probs: these are 0 until ``evaluate_tokens``
+    takes the reference's."""
     tokens, lengths = pad_right([answer.response_ids for answer in answers], device)
     logprobs = torch.zeros(tokens.shape, device=device)
     prompts = [answer.prompt_ids for answer in answers]
-    return as_rollout(prompts, tokens, logprobs, lengths, torch.ones_like(lengths, dtype=torch.bool))
-
-
-def collect_logged(world: World, batches: Iterator[list]) -> Batch:
-    """Take the next logged answers and their scores -> ``Batch``. Raises InputError on all processes where
-    one's file is wrong."""
-    seconds = Seconds(reward=0.0)  # so that perf/reward_seconds is logged
-    with seconds.of("rollout"), world.all_or_none():
-        answers = next_batch(batches)
-        rollout = logged_rollout(answers, world.device)
-    texts = [answer.response for answer in answers]
-    scores = torch.tensor([answer.score for answer in answers])
-    return Batch(answers, rollout, texts, scores={"score": scores}, seconds=seconds)
+    batch = new_batch(prompts, tokens, logprobs, lengths, torch.ones_like(lengths, dtype=torch.bool))
+    batch.prompts = list(answers)
+    batch.texts = [answer.response for answer in answers]
+    return batch

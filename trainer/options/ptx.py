@@ -7,7 +7,6 @@ It is InstructGPT's "PPO-ptx" (Ouyang et al. 2022, arXiv:2203.02155, eq. 2). Eac
 """
 
 from argparse import Namespace
-from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,7 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dataset.data_order import global_batch
 from dataset.lm_dataset import SFTDataset
 from model.loading import check_ends, most_positions
+from trainer.compute.batch import Batch
 from trainer.compute.scoring import PolicyScorer, score_learned
+from trainer.options.option import Option
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
 from trainer.runs.optimizer_step import GradientSource
@@ -27,22 +28,28 @@ class Demonstrations(SFTDataset):
     limits = "--max_seq_len + --max_gen_len or the model"
 
 
-@dataclass
-class Ptx:
-    """The demonstrations of a run."""
+class Ptx(Option):
+    """The demonstrations of a run, and those that the optimizer steps of a batch learn from.
 
-    data: Demonstrations
-    coef: float  # --ptx_coef
-    seed: int
-    per_batch: int  # optimizer steps of a batch
-    size: int  # sequences of a minibatch, over all processes
-    world: World
-    # Of the batch that was read last: {number of an optimizer step: [(token ids, mask), …]}, those of this
-    # process; {number: learned tokens of all processes}.
-    items: dict[int, list] = field(default_factory=dict)
-    learned: dict[int, int] = field(default_factory=dict)
+    args: ptx_coef, seed, mini_batch_size; scorer: of the actor; per_batch: optimizer steps of a batch.
+    """
 
-    def read(self, step: int) -> None:
+    def __init__(
+        self, data: Demonstrations, args: Namespace, scorer: PolicyScorer, per_batch: int, world: World
+    ) -> None:
+        self.data = data
+        self.coef: float = args.ptx_coef
+        self.seed: int = args.seed
+        self.scorer = scorer
+        self.per_batch = per_batch
+        self.size: int = args.mini_batch_size * world.size  # sequences of a minibatch, over all processes
+        self.world = world
+        # Of the batch that was read last: {number of an optimizer step: [(token ids, mask), …]}, those of
+        # this process; {number: learned tokens of all processes}.
+        self.items: dict[int, list] = {}
+        self.learned: dict[int, int] = {}
+
+    def before_estimate(self, step: int, batch: Batch) -> None:
         """Read the demonstrations of all optimizer steps of a step. All processes must call it; all raise
         InputError where one meets a wrong record."""
         self.items = {}
@@ -54,13 +61,13 @@ class Ptx:
         totals = self.world.sum(torch.tensor(counts, device=self.world.device)).clamp(min=1)
         self.learned = dict(zip(self.items, totals.tolist(), strict=True))
 
-    def source(self, number: int, scorer: PolicyScorer) -> GradientSource:
+    def further_loss(self, number: int) -> GradientSource:
         """What optimizer step ``number`` of the actor learns from the demonstrations."""
         items = self.items[number]
 
         def loss_of(rows: list[int]) -> Loss:
             metrics = Metrics()
-            logprobs, balance = score_learned([items[row] for row in rows], scorer)
+            logprobs, balance = score_learned([items[row] for row in rows], self.scorer)
             metrics.add("policy/ptx_loss", -logprobs.sum(), len(logprobs))
             loss = -logprobs.sum() / self.learned[number] + balance / self.size
             return self.coef * loss, metrics
@@ -68,18 +75,14 @@ class Ptx:
         return [len(ids) for ids, _ in items], loss_of
 
 
-def load_ptx(
-    args: Namespace,
-    world: World,
-    tokenizer: PreTrainedTokenizerBase,
-    actor: PreTrainedModel,
-    per_batch: int,
-) -> Ptx | None:
-    """Flags -> the ``Ptx`` of the run, None without --ptx_data_path. per_batch: optimizer steps of a batch.
-    Demonstrations longer than the model are dropped. Raises InputError for a wrong file or record."""
+def load_demonstrations(
+    args: Namespace, tokenizer: PreTrainedTokenizerBase, actor: PreTrainedModel
+) -> Demonstrations | None:
+    """Flags -> the demonstrations, None without --ptx_data_path. Those longer than the model are dropped.
+    Raises InputError for a wrong file or record."""
     if not args.ptx_data_path:
         return None
     longest = min(args.max_seq_len + args.max_gen_len, most_positions(actor.config))
     data = Demonstrations(args.ptx_data_path, tokenizer, longest, args.system_prompt)
     check_ends(data[0], tokenizer, actor)
-    return Ptx(data, args.ptx_coef, args.seed, per_batch, args.mini_batch_size * world.size, world)
+    return data

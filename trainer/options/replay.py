@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from trainer.compute.rollout_data import Rollout, join_rollouts
+from trainer.compute.batch import Batch, join_batches
+from trainer.options.option import Option
 from trainer.runs.distributed import World
 
-# What is kept of a rollout. All other fields are computed anew in each step.
+# What is kept of a batch. All other fields are computed anew in each step.
 FIELDS = (
     "tokens",
     "prompt_len",
@@ -28,46 +29,39 @@ FIELDS = (
 )
 
 
-def newest_rows(rollout: Rollout, count: int) -> Rollout:
-    """The last ``count`` rows of a joined rollout, as those of the new batch, which has not been learned
-    from."""
-    first = len(rollout.tokens) - count
-    return rollout.rows(range(first, len(rollout.tokens))) if first > 0 else rollout
-
-
 @dataclass
-class Replay:
+class Replay(Option):
     """The last ``size`` global batches, on the CPU."""
 
     size: int
     positions: list[int]  # the rows of a global batch that belong to this process (dataset/data_order.py)
     world: World
-    kept: Rollout | None = None  # their rows, one batch below the other
+    kept: Batch | None = None  # their rows, one batch below the other
 
-    def join(self, rollout: Rollout) -> Rollout:
-        """This process' rows of the kept batches, and below them those of the new ``rollout`` [B]."""
+    def with_older(self, batch: Batch) -> Batch:
+        """This process' rows of the kept batches, and below them those of the new ``batch`` [B]."""
         if not self.kept:
-            return rollout
+            return batch
         starts = range(0, len(self.kept.tokens), len(self.positions) * self.world.size)
         mine = self.kept.rows([start + place for start in starts for place in self.positions])
-        there = Rollout(**{name: x.to(rollout.tokens.device) for name, x in mine.filled().items()})
-        return join_rollouts([there, rollout])
+        there = Batch(**{name: x.to(batch.tokens.device) for name, x in mine.tensors().items()})
+        return join_batches([there, batch])
 
-    def keep(self, rollout: Rollout) -> None:
+    def after_step(self, step: int, batch: Batch) -> None:
         """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
-        mine = {name: x.cpu() for name, x in rollout.filled().items() if name in FIELDS}
+        mine: dict[str, Any] = {name: x.cpu() for name, x in batch.tensors().items() if name in FIELDS}
         parts = self.world.gather((self.positions, mine))
-        new = join_rollouts([Rollout(**fields) for _, fields in parts])
+        new = join_batches([Batch(**fields) for _, fields in parts])
         order = torch.tensor([place for positions, _ in parts for place in positions]).argsort().tolist()
         batches = [new.rows(order)]
         if self.kept:
             batches.insert(0, self.kept)
-        self.kept = newest_rows(join_rollouts(batches), self.size * len(order))
+        self.kept = join_batches(batches).newest(self.size * len(order))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps."""
-        return self.kept.filled() if self.kept else {}
+        return self.kept.tensors() if self.kept else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned."""
-        self.kept = Rollout(**state) if state else None
+        self.kept = Batch(**state) if state else None

@@ -41,41 +41,19 @@ from transformers import PreTrainedModel
 
 from dataset.lm_dataset import Prompt
 from errors import InputError
+from trainer.compute.batch import Parts, RawScores
 from trainer.rewards import rules
 from trainer.rewards.reward_function import (
     Request,
     RewardFunctions,
-    Steps,
     call_reward_function,
 )
 from trainer.rewards.reward_models import RewardModel, RewardModels, load_reward_models, named_models
 from trainer.rewards.reward_server import RewardServer
 
-Parts = dict[str, Tensor]  # {name of the part: scores [B]}, NaN where a function says nothing of a response
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
 SMALLEST_STD = 1e-6  # the least divisor of a normalised score: if all are equal, their std is 0
 OF_LENGTH = ("missing_eos", "overlong")  # parts of the score: whether a response was cut says nothing of it
-
-
-@dataclass
-class RawScores:
-    """The scores of B responses, part by part, not yet normalised, clipped or multiplied by weights."""
-
-    parts: Parts = field(default_factory=dict)
-    # {reward model: scores [B] of the answer blocks alone}, NaN where a response has no block
-    blocks: Parts = field(default_factory=dict)
-    steps: list[Steps] = field(default_factory=list)  # of the functions' scores; [] without a function
-    logged: dict[str, list[float]] = field(default_factory=dict)  # {name: what functions gave log_metric}
-
-    def replace(self, rows: list[int], new: "RawScores") -> None:
-        """The responses of ``rows`` get what ``new`` says of them."""
-        for mine, theirs in ((self.parts, new.parts), (self.blocks, new.blocks)):
-            for name, scores in theirs.items():
-                mine[name][rows] = scores
-        for row, steps in zip(rows, new.steps, strict=False):
-            self.steps[row] = steps
-        for name, values in new.logged.items():
-            self.logged.setdefault(name, []).extend(values)
 
 
 @dataclass

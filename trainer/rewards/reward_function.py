@@ -32,11 +32,11 @@ from dataset.formats import keys_found
 from dataset.lm_dataset import Prompt, RecordDataset, RLAIFDataset
 from errors import InputError
 from model.weights import short_hash
+from trainer.compute.batch import Steps
 from trainer.rewards.reward_models import parse_spec
 
 RewardFunction = Callable[..., object]  # the user's: what it returns is checked
 RewardFunctions = dict[str, tuple[RewardFunction, float]]  # {name of the part: (function, weight)}
-Steps = list[tuple[int, float]]  # (character offset, the length for the end; score) of a response
 # The scores of B responses, None where the function says nothing of one; and their steps.
 Returned = tuple[list[float | None], list[Steps]]
 # Of ours. The places of names that can mean only one thing, None for no place: a function with another order

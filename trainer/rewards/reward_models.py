@@ -40,10 +40,10 @@ from model.loading import (
     quiet,
 )
 from model.weights import keep_in_half, make_score_heads, short_hash, weights_hash
+from trainer.compute.batch import length_mask
 from trainer.compute.batching import Layout, pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.precision import autocast
-from trainer.compute.rollout_data import length_mask
 from trainer.compute.scoring import pack_sequences, packed_states
 from trainer.compute.sharding import InStep
 

@@ -23,22 +23,22 @@ from dataset.lm_dataset import RecordDataset
 from model.saving import SaveDtype
 from trainer.compute.precision import LossScale
 from trainer.compute.sharding import InStep
-from trainer.runs.displays import Display
+from trainer.runs.displays import Display, StepLog
 from trainer.runs.distributed import World
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Kept:
-    """A ``Stateful`` (torch's protocol) whose state is those of its attributes that ``kept`` names."""
+class SavedAttributes:
+    """A ``Stateful`` (torch's protocol): its state is the attributes that ``saved`` names."""
 
-    kept: tuple[str, ...]
+    saved: tuple[str, ...]
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.kept}
+        return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update({name: state[name] for name in self.saved if name in state})
 
 
 @dataclass
@@ -139,6 +139,10 @@ class Run(ABC):
     def text_fingerprints(self) -> dict[str, str]:
         """Those of ``fingerprints`` that need no model."""
 
+    @abstractmethod
+    def evaluate(self) -> StepLog:
+        """Evaluate the model -> (metrics, {file: rows to keep}); nothing without held-out data."""
+
     def facts(self) -> dict[str, Any]:
         """{name: value}: what health.py and the report read of a run's start."""
         return {
@@ -150,9 +154,6 @@ class Run(ABC):
                 "eval/judge": [[0, self.judged_by]],
             },
         }
-
-    def prepare(self) -> None:
-        """Make the models ready for training, before a checkpoint is loaded."""
 
     def begin(self, logger: Any) -> None:
         """Choose what the flags leave open and the models decide, before the first evaluation."""

@@ -23,7 +23,7 @@ from errors import InputError, first_line
 from model.loading import as_input_error
 from model.lora import learned, trained
 from model.weights import whole
-from trainer.runs.base import Progress, Run
+from trainer.runs.base import Run
 from trainer.runs.optimizer_step import moments_of
 
 SUMS = "SHA256SUMS"
@@ -183,7 +183,7 @@ def load(path: Path, run: Run) -> None:
         for name, holder in run.states.items():
             file = path / f"{name}.safetensors"
             holder.load_state_dict(load_file(file) if file.is_file() else saved.get(name, {}))
-        run.progress = Progress(**{name: saved[name] for name in asdict(run.progress)})
+        vars(run.progress).update({name: saved[name] for name in asdict(run.progress)})
         run.saved_step = run.progress.step
         if run.saved_step > run.total_steps:
             raise InputError(f"state.json is at step {run.saved_step} of {run.total_steps}")

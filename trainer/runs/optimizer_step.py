@@ -1,15 +1,15 @@
 """One optimizer step, for all training scripts: gradients, their sum over processes, clipping, AdamW.
 
-``gradients_that_fit`` computes the gradients of a minibatch in micro-batches that fit into memory.
-``step_if_finite`` then sums, clips and steps one model. If its loss or gradient is NaN or infinite, the step
-is left out. PPO's models step one after the other; ``note_steps`` looks at both steps of a minibatch, ends a
-run that goes on with such steps, and adapts the scale of fp16's losses (compute/precision.py).
-``AdamWInHalf`` is --moments_dtype bfloat16.
-"""
+``Updater.gradients`` computes the gradients of a minibatch in micro-batches that fit into memory.
+``Updater.step`` then sums, clips and steps one model. If the loss or the gradient is NaN or infinite, the
+step is left out. PPO's models step one after the other. ``Updater.note`` looks at both steps of a minibatch,
+ends a run in which such steps follow one another, and adapts the scale of fp16's losses
+(compute/precision.py). ``AdamWInHalf`` is --moments_dtype bfloat16."""
 
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,10 @@ from torch.optim.optimizer import ParamsT
 from model.weights import local_part, sharded_and_whole, whole
 from trainer.compute.batching import micro_batches, pass_size
 from trainer.compute.memory import attempt, out_of_memory_error
-from trainer.runs.base import Learner, Run
+from trainer.compute.precision import LossScale
+from trainer.compute.sharding import InStep
+from trainer.runs.base import Learner, Progress
+from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
 
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
@@ -31,62 +34,6 @@ CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 # What a loss is of: the lengths of sequences in tokens, and ``loss_of(rows)`` -> (loss, ``Metrics``).
 GradientSource = tuple[list[int], Callable[[list[int]], Loss]]
-
-
-def gradients_that_fit(run: Run, sources: list[GradientSource], pieces: int = 1) -> Metrics:
-    """Compute a minibatch's gradients in micro-batches that fit into memory -> ``Metrics`` of the losses.
-
-    pieces: the number of micro-batches of about equal size (--accumulation_steps). If memory runs out, all is
-    computed again with half the tokens, which ``run.progress.token_budget`` keeps. Raises InputError where
-    not even a single sequence fits.
-    """
-    lengths = [length for lengths, _ in sources for length in lengths]
-    total = sum(lengths)
-    longest = max(lengths)
-    wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
-    wanted = min(run.progress.token_budget, wanted)
-    if run.in_step:
-        wanted = run.in_step.most(wanted)
-    budget = wanted
-    while (sums := attempt(backward, run, sources, budget)[1]) is None:
-        forget_gradients(run)
-        if budget <= longest:  # no micro-batch had more tokens than the longest sequence
-            raise out_of_memory_error(longest)
-        budget //= 2
-        run.progress.token_budget = budget
-    sums.add("perf/out_of_memory", budget < wanted)
-    if run.loss_scale.active:
-        sums.add("perf/loss_scale", run.loss_scale.value)
-    return sums
-
-
-def backward(run: Run, sources: list[GradientSource], token_budget: int) -> Metrics:
-    """Add the gradients of every micro-batch of at most ``token_budget`` tokens -> the losses' metrics."""
-    sums = Metrics()
-
-    def learn_from(loss_of: Callable, rows: list[int]) -> None:
-        loss, metrics = loss_of(rows)
-        (loss * run.loss_scale.value).backward()
-        sums.merge(metrics)
-
-    for lengths, loss_of in sources:
-        batches = micro_batches(lengths, token_budget)
-        if run.in_step:  # all processes have equally many sequences, so no pass is without
-            for rows in run.in_step.passes(batches):
-                run.in_step.run(learn_from, loss_of, rows)
-        else:
-            for rows in batches:
-                learn_from(loss_of, rows)
-    return sums
-
-
-def forget_gradients(run: Run) -> None:
-    """Discard the gradients of all models."""
-    for learner in run.learners.values():
-        learner.optimizer.zero_grad()
-
-
-# --------------------------------------------------------------------------------------------------- steps
 
 
 class Step(NamedTuple):
@@ -100,19 +47,100 @@ class Step(NamedTuple):
         return math.isfinite(self.loss + self.norm)
 
 
-def step_if_finite(run: Run, learner: Learner, loss: float, number: int) -> Step:
-    """Optimizer step ``number`` of the run for one model: sum gradients over processes, clip their norm to
-    --grad_clip, step, free the gradients. If the ``Step`` is not ``finite``, weights, moments and weight
-    decay do not move. ``note_steps`` has to be told of it."""
-    run.world.sum_gradients(learner.model.parameters())
-    run.loss_scale.unscale(learner.model)
-    step = Step(loss, clip_gradients(learner.model, run.args.grad_clip))
-    for group in learner.optimizer.param_groups:
-        group["lr"] = learner.learning_rate(number)
-    if step.finite:
-        learner.optimizer.step()
-    learner.optimizer.zero_grad()
-    return step
+@dataclass
+class Updater:
+    """Makes the optimizer steps of a run's models. ``grad_clip``: --grad_clip; in_step: with --shard 1."""
+
+    world: World
+    learners: dict[str, Learner]
+    loss_scale: LossScale
+    progress: Progress
+    grad_clip: float
+    in_step: InStep | None = None
+
+    def gradients(self, sources: list[GradientSource], pieces: int = 1) -> Metrics:
+        """Compute a minibatch's gradients in micro-batches that fit into memory -> ``Metrics`` of the losses.
+
+        pieces: the number of micro-batches of about equal size (--accumulation_steps). If memory runs out,
+        all is computed again with half the tokens, which ``progress.token_budget`` keeps. Raises InputError
+        where not even a single sequence fits.
+        """
+        lengths = [length for lengths, _ in sources for length in lengths]
+        total = sum(lengths)
+        longest = max(lengths)
+        wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
+        wanted = min(self.progress.token_budget, wanted)
+        if self.in_step:
+            wanted = self.in_step.most(wanted)
+        budget = wanted
+        while (sums := attempt(self.backward, sources, budget)[1]) is None:
+            self.forget_gradients()
+            if budget <= longest:  # no micro-batch had more tokens than the longest sequence
+                raise out_of_memory_error(longest)
+            budget //= 2
+            self.progress.token_budget = budget
+        sums.add("perf/out_of_memory", budget < wanted)
+        if self.loss_scale.active:
+            sums.add("perf/loss_scale", self.loss_scale.value)
+        return sums
+
+    def backward(self, sources: list[GradientSource], token_budget: int) -> Metrics:
+        """Add the gradients of every micro-batch of at most ``token_budget`` tokens -> the losses'
+        metrics."""
+        sums = Metrics()
+
+        def learn_from(loss_of: Callable, rows: list[int]) -> None:
+            loss, metrics = loss_of(rows)
+            (loss * self.loss_scale.value).backward()
+            sums.merge(metrics)
+
+        for lengths, loss_of in sources:
+            batches = micro_batches(lengths, token_budget)
+            if self.in_step:  # all processes have equally many sequences, so no pass is without
+                for rows in self.in_step.passes(batches):
+                    self.in_step.run(learn_from, loss_of, rows)
+            else:
+                for rows in batches:
+                    learn_from(loss_of, rows)
+        return sums
+
+    def forget_gradients(self) -> None:
+        """Discard the gradients of all models."""
+        for learner in self.learners.values():
+            learner.optimizer.zero_grad()
+
+    def step(self, name: str, loss: float, number: int) -> Step:
+        """Optimizer step ``number`` of the run for one model: sum gradients over processes, clip their norm,
+        step, free the gradients. If the ``Step`` is not ``finite``, weights, moments and weight decay do not
+        move. ``note`` has to be told of it."""
+        learner = self.learners[name]
+        self.world.sum_gradients(learner.model.parameters())
+        self.loss_scale.unscale(learner.model)
+        step = Step(loss, clip_gradients(learner.model, self.grad_clip))
+        for group in learner.optimizer.param_groups:
+            group["lr"] = learner.learning_rate(number)
+        if step.finite:
+            learner.optimizer.step()
+        learner.optimizer.zero_grad()
+        return step
+
+    def note(self, steps: Sequence[Step]) -> None:
+        """Take note of a minibatch's ``Step`` of each model that had one, once: adapt the loss scale, which
+        the models share, and count. ``MAX_BAD_STEPS`` minibatches in a row with a step that was not finite
+        end the run (SystemExit). One does not count if the loss scale of fp16 was too large for it and could
+        be lowered."""
+        progress = self.progress
+        bad = sum(not step.finite for step in steps)
+        # The loss is computed without the scale: if it is not finite, a lower scale does not help.
+        lowered = all(math.isfinite(step.loss) for step in steps) and self.loss_scale.adapt(not bad)
+        if not lowered:
+            progress.bad_steps = progress.bad_steps + 1 if bad else 0
+        progress.skipped_steps += bad
+        if progress.bad_steps >= MAX_BAD_STEPS:
+            raise SystemExit(
+                f"error: {MAX_BAD_STEPS} optimizer steps in a row were not finite; lower the learning rates, "
+                "or use --dtype float32"
+            )
 
 
 def clip_gradients(model: nn.Module, largest: float) -> float:
@@ -125,25 +153,6 @@ def clip_gradients(model: nn.Module, largest: float) -> float:
     for part in parts:
         clip_grads_with_norm_(part, largest, norm)
     return norm.item()
-
-
-def note_steps(run: Run, steps: Sequence[Step]) -> None:
-    """Take note of a minibatch's ``Step`` of each model that had one, once: adapt the loss scale, which the
-    models share, and count. ``MAX_BAD_STEPS`` minibatches in a row with a step that was not finite end the
-    run (SystemExit). One does not count if the loss scale of fp16 was too large for it and could be lowered.
-    """
-    progress = run.progress
-    bad = sum(not step.finite for step in steps)
-    # The loss is computed without the scale: if it is not finite, a lower scale does not help.
-    lowered = all(math.isfinite(step.loss) for step in steps) and run.loss_scale.adapt(not bad)
-    if not lowered:
-        progress.bad_steps = progress.bad_steps + 1 if bad else 0
-    progress.skipped_steps += bad
-    if progress.bad_steps >= MAX_BAD_STEPS:
-        raise SystemExit(
-            f"error: {MAX_BAD_STEPS} optimizer steps in a row were not finite; lower the learning rates, or "
-            "use --dtype float32"
-        )
 
 
 # --------------------------------------------------------------------------------------------------- AdamW

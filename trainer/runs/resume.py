@@ -212,7 +212,7 @@ def write_config(run: Run, folder: RunFolder) -> None:
         "facts": run.facts(),
         "resume_command": resume_command(run.args.argv, run.script, folder.path),
         "run_id": secrets.token_hex(8),  # for trackers
-        "saved": folder.checkpoint is not None,  # whether it has ever had a checkpoint (loop.py)
+        "saved": folder.checkpoint is not None,  # whether it has ever had a checkpoint (session.py)
     }
     held = folder.path / "config.json"
     if folder.checkpoint or held.exists():  # it is there too if the run was killed before its first one

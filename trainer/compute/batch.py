@@ -1,17 +1,15 @@
-"""The rollout: all data of one batch, in one dataclass whose fields stand in the order of their filling.
+"""The batch: all data of one step, in one dataclass whose fields stand in the order of their filling.
 
 A sequence is a prompt, then its response, from position 0 on, padded on the right. Nothing is ever padded on
 the left. So padding comes after every token that matters, and a causal model needs no attention mask in
-training. The responses are samples of the old actor (``collect`` in train_ppo.py), drawn by
-generation/engine.py from a copy of its weights (generation/sampler_copy.py).
+training. The responses (completions, in the words of other trainers) are samples of the old actor.
 
 [B, R] fields are in response coordinates: B sequences, R response columns. Column t belongs to response token
-t. Its state, which is what policy and critic have read when that token is chosen, is at sequence position
-prompt_len + t - 1.
+t. The state in which policy and critic choose that token is at sequence position prompt_len + t - 1.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dataset.lm_dataset import Prompt
 from trainer.compute.batching import Layout, pad_right, send
+
+Parts = dict[str, Tensor]  # {name of a part of the reward: scores [B]}, NaN where it says nothing
+Steps = list[tuple[int, float]]  # of one response: (character offset, score)
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
@@ -27,34 +29,64 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
+@dataclass
+class RawScores:
+    """The scores of B responses, part by part, not yet normalised, clipped or multiplied by weights."""
+
+    parts: Parts = field(default_factory=dict)
+    # {reward model: scores [B] of the answer blocks alone}, NaN where a response has no block
+    blocks: Parts = field(default_factory=dict)
+    steps: list[Steps] = field(default_factory=list)  # of the functions' scores; [] without a function
+    logged: dict[str, list[float]] = field(default_factory=dict)  # {name: what functions gave log_metric}
+
+    def replace(self, rows: list[int], new: "RawScores") -> None:
+        """The responses of ``rows`` get what ``new`` says of them."""
+        for mine, theirs in ((self.parts, new.parts), (self.blocks, new.blocks)):
+            for name, scores in theirs.items():
+                mine[name][rows] = scores
+        for row, steps in zip(rows, new.steps, strict=False):
+            self.steps[row] = steps
+        for name, values in new.logged.items():
+            self.logged.setdefault(name, []).extend(values)
+
+
 LATER: Any = None  # of a field that is filled later
 
 
 @dataclass
-class Rollout:
-    """B sequences of one process. The sampler fills the first five fields, the training step the others."""
+class Batch:
+    """B sequences of one process: a training step, a minibatch of it, or a part of an evaluation."""
 
+    # ``sample``: what the engine gives (generation/engine.py), and the words of it
     tokens: Tensor  # [B, T] int64, prompt + response, right-padded
     prompt_len: Tensor  # [B] int64
     response_len: Tensor  # [B] int64, at least 1; includes the EOS, if one was sampled
     finished: Tensor  # [B] bool; True: ended by an EOS or a stop string, False: cut at max_gen_len
     sampler_logprobs: Tensor  # [B, R] the sampler's own
-    scores: Tensor = LATER  # [B] the rewards' sum, NaN where no part of the reward says anything
+    prompts: list[Prompt] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # of the responses
+    sampled_again: int = 0  # responses that --filter_groups has replaced
+    # ``score``
+    raw: RawScores = field(default_factory=RawScores)
+    parts: Parts = field(default_factory=dict)  # normalised, clipped, weighed; their sum is "score"
+    scores: Tensor = LATER  # [B] "score", NaN where no part of the reward says anything
     step_rewards: Tensor | None = None  # [B, R] what of it belongs to tokens inside the response
+    # ``evaluate_tokens``
     ref_logprobs: Tensor = LATER  # [B, R]
     old_logprobs: Tensor = LATER  # [B, R] of the training forward, or the sampler's (``sampler_has_scored``)
     values: Tensor = LATER  # [B, R] with a critic
     importance_weights: Tensor = LATER  # [B, R] what sampler and old log-probs make of the loss
-    counted: Tensor = LATER  # [B, R] bool, which tokens the policy loss is of
+    loss_mask: Tensor = LATER  # [B, R] bool, which of the action tokens the policy loss is of
+    # ``reward_tokens`` and ``estimate``
     rewards: Tensor = LATER  # [B, R]
-    outcomes: Tensor = LATER  # [B, R] their discounted sums from each token on (Monte Carlo)
+    mc_returns: Tensor = LATER  # [B, R] the discounted rewards from each token on (Monte Carlo)
     returns: Tensor = LATER  # [B, R] what the critic learns, if there is one: lambda-returns
     advantages: Tensor = LATER  # [B, R] whitened
     advantage_std: float = 1.0  # before they were divided, in units of the reward
-    advantage_unit: float = 1.0  # what they were divided by (value_scale.py)
+    advantage_unit: float = 1.0  # what they were divided by (``AdvantageScale``)
 
     @property
-    def mask(self) -> Tensor:
+    def action_mask(self) -> Tensor:
         """[B, R] bool, True on response tokens, but for responses without a score: nothing is learned from
         these. From lengths, never from ``== pad``: pad may equal EOS."""
         mask = length_mask(self.response_len, self.sampler_logprobs.shape[1])
@@ -63,25 +95,34 @@ class Rollout:
     @cached_property
     def layout(self) -> Layout:
         """The ``Layout`` of the sequences, the same for every forward over them. A GPU is waited for if the
-        rollout was joined from several."""
+        batch was joined from several."""
         prompt_len, response_len = torch.stack([self.prompt_len, self.response_len]).tolist()
         return Layout.of_responses(prompt_len, response_len, self.tokens.device)
 
-    def rows(self, rows: Sequence[int]) -> "Rollout":
-        """-> a rollout of these rows only, cut to the longest of them. Waits for no GPU."""
+    def rows(self, rows: Sequence[int]) -> "Batch":
+        """-> a batch of these rows only, cut to the longest of them, without raw scores and parts. Waits for
+        no GPU."""
         device = self.tokens.device
         prompt_len = [self.layout.prompt_len[row] for row in rows]
         response_len = [self.layout.response_len[row] for row in rows]
         layout = Layout.of_responses(prompt_len, response_len, device)
         places = send(torch.tensor(rows), device)
-        picked = {}
-        for name, x in self.filled().items():
+        picked: dict[str, Any] = {}
+        for name, x in self.tensors().items():
             if x.dim() == 2:
                 x = x[:, : layout.longest if name == "tokens" else layout.shape[1]]
             picked[name] = x[places]
-        part = replace(self, **picked)
+        if self.texts:
+            picked["prompts"] = [self.prompts[row] for row in rows]
+            picked["texts"] = [self.texts[row] for row in rows]
+        part = replace(self, **picked, raw=RawScores(), parts={})
         part.layout = layout
         return part
+
+    def newest(self, count: int) -> "Batch":
+        """The last ``count`` rows: those of the new batch, where older ones were put above it (replay)."""
+        first = len(self.tokens) - count
+        return self.rows(range(first, len(self.tokens))) if first > 0 else self
 
     def responses(self) -> list[list[int]]:
         """The sampled token ids of every row, as lists; the EOS, if any, is included."""
@@ -89,15 +130,15 @@ class Rollout:
         rows = zip(self.tokens.tolist(), layout.prompt_len, layout.response_len, strict=True)
         return [tokens[start : start + count] for tokens, start, count in rows]
 
-    def filled(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Any]:
         """-> {name: tensor} of the fields that are filled"""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
 
-def join_rollouts(parts: Iterable[Rollout]) -> Rollout:
-    """Rollouts one below the other -> one of all their rows, as wide as the widest. A field that one of them
-    lacks is lacking in the result."""
-    found = [part.filled() for part in parts]
+def join_batches(parts: Sequence[Batch]) -> Batch:
+    """Batches one below the other -> one of all their rows, as wide as the widest. A field that one of them
+    lacks is lacking in the result; raw scores and parts are."""
+    found = [part.tensors() for part in parts]
     joined: dict[str, Any] = {}
     for name in set(found[0]).intersection(*found):
         tensors = [x[name] for x in found]
@@ -105,17 +146,20 @@ def join_rollouts(parts: Iterable[Rollout]) -> Rollout:
             width = max(x.shape[1] for x in tensors)
             tensors = [F.pad(x, (0, width - x.shape[1])) for x in tensors]
         joined[name] = torch.cat(tensors)
-    return Rollout(**joined)
+    if all(part.texts for part in parts):
+        joined["prompts"] = [prompt for part in parts for prompt in part.prompts]
+        joined["texts"] = [text for part in parts for text in part.texts]
+    return Batch(**joined)
 
 
-def as_rollout(
+def new_batch(
     prompt_ids: Sequence[Sequence[int]],
     tokens: Tensor,
     logprobs: Tensor,
     response_len: Tensor,
     finished: Tensor,
-) -> Rollout:
-    """-> ``Rollout`` with its first five fields: each response directly behind its prompt. A GPU is waited
+) -> Batch:
+    """-> ``Batch`` with its first five fields: each response directly behind its prompt. A GPU is waited
     for.
 
     prompt_ids: B lists of ids; tokens and logprobs [B, columns]: of the responses, column t is their token t,
@@ -125,7 +169,7 @@ def as_rollout(
     width = max(counts)
     answers = zip(prompt_ids, tokens.tolist(), counts, strict=True)
     whole, lengths = pad_right([[*prompt, *ids[:n]] for prompt, ids, n in answers], tokens.device)
-    return Rollout(
+    return Batch(
         tokens=whole,
         prompt_len=lengths - response_len,
         response_len=response_len.clone(),  # the engine's own tensors change in its next call

@@ -1,0 +1,223 @@
+"""What surrounds the loop of all three scripts: processes, run folder, log, evaluation, saving, stopping.
+
+    with Session(build, given) as session:            a new run, or one as its checkpoint left it
+        for step in session.steps():                  those that are left
+            with session.nothing_learned():           a wrong record or reward: the run is saved, then it ends
+                items = session.records(step)         those of this process
+            …                                         what the step learns
+            session.conclude(metrics, rows)           log; evaluate, save and stop where it is time
+
+Only the main process writes. If it cannot write, all processes end with its error.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from dataset.data_order import global_batch
+from errors import InputError
+from progress_bar import Start
+from trainer.compute.threads import sleep_when_busy
+from trainer.flags import Flags
+from trainer.runs import checkpoints
+from trainer.runs.base import Run
+from trainer.runs.displays import Rows, StepLog
+from trainer.runs.distributed import World, init_world
+from trainer.runs.resume import RunFolder, write_config
+from trainer.runs.run_logger import NullLogger, RunLogger
+from trainer.runs.signals import StopRequest
+
+Logger = RunLogger | NullLogger
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+class Session(Generic[AnyRun]):
+    """A run while it trains. ``run``: what ``build`` has made; ``world``: the processes.
+
+    build(args, world, start) -> the ``Run``, with all inputs checked; given: the flags. Raises InputError.
+    """
+
+    run: AnyRun
+    world: World
+
+    def __init__(self, build: Callable[[Flags, World, Start], AnyRun], given: Flags) -> None:
+        self._build = build
+        self._given = given
+
+    def __enter__(self) -> "Session[AnyRun]":
+        given = self._given
+        with ExitStack() as stack:
+            self.world = world = stack.enter_context(init_world(given.device, given.ddp))
+            stack.enter_context(sleep_when_busy(world.device.type))
+            with Start() as start:
+                with world.all_or_none():
+                    self.run = self._build(given, world, start)
+                self._logger = start_or_resume(self.run, start)
+            self.run.restore_best(self._logger)
+            stack.enter_context(ending(self.run, self._logger))
+            asked = "\nstopping after this step; a second signal stops at once\n"
+            self._stopping = stack.enter_context(StopRequest(asked))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left. A new run is evaluated first."""
+        run = self.run
+        first = run.progress.step  # that of the checkpoint, if there is one
+        if first == run.total_steps:  # a run that was killed before its last result was there
+            save(run, self._logger)
+        if first == 0:
+            run.begin(self._logger)
+            conclude_step(run, self._logger, *timed_evaluation(run))
+        yield from range(first, run.total_steps)
+
+    def records(self, step: int) -> list[Any]:
+        """The records of a step that are this process', shuffled anew in each epoch. All processes raise
+        InputError where a record of one of them is wrong."""
+        run = self.run
+        places = global_batch(len(run.data), run.args.seed, step, run.batch_records)
+        with self.world.all_or_none():
+            return [run.data[place] for place in places[self.world.rank :: self.world.size]]
+
+    @contextmanager
+    def nothing_learned(self) -> Iterator[None]:
+        """In this block nothing is learned. On an InputError, of a record or a reward, the run is saved as
+        the step before has left it."""
+        try:
+            yield
+        except InputError:
+            save(self.run, self._logger)
+            raise
+
+    def conclude(self, metrics: dict[str, float], rows: Rows) -> None:
+        """A step has been made: check that all processes have the same weights, log, evaluate, save. Ends the
+        run where a signal has asked for it, or where an evaluation fails."""
+        run, logger, args = self.run, self._logger, self.run.args
+        self.world.check_identical(**{name: learner.model for name, learner in run.learners.items()})
+        run.progress.step += 1  # from here on: log, save and the best count the step
+        done = run.progress.step
+        last = done == run.total_steps
+        logger.show(done, metrics, rows)  # at once: an evaluation may take minutes
+        signal = self._stopping.agreed(self.world)
+        end: BaseException | None = SystemExit(128 + signal) if signal and not last else None
+        if last or (args.eval_interval and done % args.eval_interval == 0):
+            try:
+                found, shown = timed_evaluation(run)
+                metrics |= found
+                rows |= shown
+            except InputError as error:  # a reward failed: first log and save what has been learned
+                end = error
+        conclude_step(run, logger, metrics, rows)
+        if last or end or done % args.save_interval == 0:
+            save(run, logger)
+        if end:
+            raise end
+
+
+# ---------------------------------------------------------------------------------- begin, log, save, end
+
+
+def start_or_resume(run: Run, start: Start) -> Logger:
+    """Choose and lock the run folder, load its checkpoint into the run if there is one -> the run's logger.
+    With it the start is over.
+
+    Raises InputError, having changed nothing, if the folder is in use or holds another run.
+    """
+    args = run.args
+    world = run.world
+    folder = None
+    start.part("folder")
+    with world.all_or_none():
+        if world.is_main:
+            folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder, run.outputs)
+            write_config(run, folder)
+    run.folder = world.from_main(folder.path if folder else Path())
+    checkpoint = world.from_main(folder and folder.checkpoint)
+    logger: Logger = NullLogger()
+    with world.all_or_none():
+        if checkpoint:
+            checkpoints.load(checkpoint, run)
+        line = start.end()
+        run.start_seconds = start.total
+        if folder:
+            checkpoints.tidy(folder.path, run.progress.step)
+            logger = RunLogger(folder, run)
+    logger.introduce(run.about())
+    logger.say(line)
+    return logger
+
+
+def conclude_step(run: Run, logger: Logger, metrics: dict[str, float], rows: Rows) -> None:
+    """Log a step's metrics and {file: rows to keep}, then keep its weights if its evaluation is the best so
+    far. It is called between two steps."""
+    gc.collect()  # see ``collected_between_steps``
+    with run.world.all_or_none():
+        logger.log(run.progress.step, metrics, rows)
+    run.keep_best(metrics, logger)
+
+
+def timed_evaluation(run: Run) -> StepLog:
+    """``run.evaluate()``; the run counts its seconds."""
+    start = time.perf_counter()
+    try:
+        return run.evaluate()
+    finally:
+        run.evaluation_seconds += time.perf_counter() - start
+
+
+def save(run: Run, logger: Logger) -> None:
+    """Save a checkpoint, unless this step already has one, and the result: the files that users load."""
+    step = run.progress.step
+    if not step:  # nothing has been learned, and an earlier run's result may be there
+        return
+    if run.saved_step != step:
+        with run.world.all_or_none():
+            logger.flush()
+        checkpoints.save(run)
+    with run.world.all_or_none():
+        logger.keep_choice("saved", True)
+        run.save_result(logger)
+    run.saved_step = step
+
+
+@contextmanager
+def collected_between_steps() -> Iterator[None]:
+    """In this block Python's garbage collector works between two steps only.
+
+    By itself it works whenever enough new objects were made: in the middle of a step, while a GPU waits.
+    ``conclude_step`` calls it, and it then looks only at objects that the run has made since it began to
+    train: models and data stay as long as the run.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+@contextmanager
+def ending(run: Run, logger: Logger) -> Iterator[None]:
+    """After this block, in which a run trains, the summary is written. If it stops early, by bad input or a
+    signal, say how to go on too. The log files are closed in any case."""
+    try:
+        with collected_between_steps():
+            yield
+        logger.summary()
+    except (InputError, SystemExit):
+        with StopRequest():  # torchrun ends the other processes of a run when one has died
+            logger.stopped()
+        raise
+    finally:
+        logger.finish()
