@@ -36,6 +36,7 @@ from common import (
     show,
     spread,
 )
+from one_step import take_step
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
@@ -110,7 +111,6 @@ class Ours:
         world = World(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device(device))
         self.run = PpoRun(self.args, world)
         self.prompts = self.run.data
-        self.run.prepare()
         self.number, self.metrics = 0, []
 
     def step(self):
@@ -118,11 +118,10 @@ class Ours:
         size = self.args.batch_size // self.args.num_generations
         start = self.number * size
         batch = [self.prompts[(start + i) % len(self.prompts)] for i in range(size)]
-        collected = train_ppo.collect(self.run, self.number, iter([batch]))
-        metrics, _ = train_ppo.learn(self.run, self.number, collected)
+        metrics, new = take_step(self.run, self.number, batch)
         self.number += 1
         self.metrics.append(metrics)
-        return collected.rollout
+        return new
 
 
 def in_bf16(device):

@@ -264,13 +264,8 @@ def forget_temperature():
     """Updates compute the log-probs at temperature 1; the old actor's are at that of the flag."""
     loss = train_ppo.actor_loss
 
-    def forgetful(run, *rest):
-        args = run.args
-        run.args = argparse.Namespace(**{**vars(args), "temperature": 1.0})
-        try:
-            return loss(run, *rest)
-        finally:
-            run.args = args
+    def forgetful(args, *rest):
+        return loss(argparse.Namespace(**{**vars(args), "temperature": 1.0}), *rest)
 
     train_ppo.actor_loss = forgetful
 
@@ -284,8 +279,8 @@ def lose_losses():
     """Every fourth loss of the actor is NaN."""
     loss, calls = train_ppo.actor_loss, itertools.count(1)
 
-    def sometimes_nan(run, *rest):
-        found, metrics = loss(run, *rest)
+    def sometimes_nan(*given):
+        found, metrics = loss(*given)
         return found * (1.0 if next(calls) % 4 else math.nan), metrics
 
     train_ppo.actor_loss = sometimes_nan

@@ -14,8 +14,6 @@ from common import vocabulary_of
 from end_to_end import Ours, write_inputs
 from torch.autograd import DeviceType
 
-from trainer import train_ppo
-
 CASES = [("512x8", 128, 64), ("0.5B", 64, 64)]  # (size, batch, response tokens)
 MOST = 25  # kernels that are listed
 
@@ -42,10 +40,7 @@ def measure(size, batch, new_tokens, device):
         ours = Ours(Path(folder), 1, batch, new_tokens, device)
     for _ in range(2):
         ours.step()
-    prompts = [ours.prompts[i] for i in range(batch)]
-    collected, collect = profiled(lambda: train_ppo.collect(ours.run, 2, iter([prompts])))
-    _, learn = profiled(lambda: train_ppo.learn(ours.run, 2, collected))
-    return {"model": size, "batch": batch, "response": new_tokens, "collect": collect, "learn": learn}
+    return {"model": size, "batch": batch, "response": new_tokens, "step": profiled(ours.step)[1]}
 
 
 def cases(device):

@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from model.loading import eos_ids, load_policy
 from model.lora import frozen_copy
-from trainer import ppo, train_ppo
+from trainer import losses, train_ppo
+from trainer.advantages import AdvantageScale
 from trainer.compute.scoring import PolicyScorer, score_all
 from trainer.evaluation import EVAL_STEP
 from trainer.generation.engine import Sampler
@@ -36,7 +37,7 @@ from trainer.inputs import load_inputs
 from trainer.rewards.combine import Request, load_models, make_reward
 from trainer.rewards.reward_function import load_reward_functions
 from trainer.rewards.rules import is_correct
-from trainer.value_scale import AdvantageScale
+from trainer.run import PpoRun
 
 FIXED = {"dtype": "float32", "device": "cpu", "epochs": 10**6, "save_interval": 10**6, "log_interval": 1000}
 RATES = ("learning_rate", "critic_learning_rate")
@@ -75,7 +76,7 @@ class Judge:
         count = len(self.prompts)
         found = {
             "score": total_scores(self.reward, self.prompts, texts, rollout.finished.tolist()).mean().item(),
-            "kl": ppo.masked_sum(log_p - log_q, rollout.mask).item() / count,
+            "kl": losses.masked_sum(log_p - log_q, rollout.mask).item() / count,
             "length": rollout.response_len.float().mean().item(),
             "finished": rollout.finished.float().mean().item(),
         }
@@ -148,10 +149,10 @@ def run_ours(request, out):
             reference = load_policy(run.args.model).eval()  # the run's own is rounded in bf16
             inputs = run.args, run.reward, run.tokenizer, run.data, run.held_out, reference
             kept["judge"] = Judge(request["task"], request["folder"], *inputs)
-        curve.measure(kept["judge"], run.actor, run.progress.step * run.args.batch_size, run.ema)
+        curve.measure(kept["judge"], run.models.actor, run.progress.step * run.args.batch_size, run.ema)
         return {}, {}
 
-    train_ppo.evaluate_actor = evaluate
+    PpoRun.evaluate = evaluate
     if request.get("patch"):
         PATCHES[request["patch"]]()
     train_ppo.main(command_line(flags_of(request, out)))
@@ -182,16 +183,12 @@ def deal_anew():
     """Each PPO epoch cuts the batch into other minibatches, not only into the same ones in another order."""
     one_epoch = train_ppo.update
 
-    def update(run, rollout, step, metrics):
-        epochs, rows = run.args.ppo_epochs, len(rollout.tokens)
-        older = run.args.replay_batches
-        run.args = run.args.completed(replay_batches=0)  # the first rows are of all batches
-        run.args = run.args.completed(ppo_epochs=1)
+    def update(args, step, batch, *more):
+        epochs, rows = args.ppo_epochs, len(batch.tokens)
+        one = args.completed(replay_batches=0, ppo_epochs=1)  # the first rows are of all batches
         for number in range(step * epochs, (step + 1) * epochs):
             order = torch.randperm(rows, generator=torch.Generator().manual_seed(number))
-            one_epoch(run, rollout.rows(order.tolist()), number, metrics)
-        run.args = run.args.completed(ppo_epochs=epochs)
-        run.args = run.args.completed(replay_batches=older)
+            one_epoch(one, number, batch.rows(order.tolist()), *more)
 
     train_ppo.update = update
 
@@ -199,18 +196,23 @@ def deal_anew():
 def kl_in_deviations():
     """The KL of --advantage group counts in standard deviations of a prompt's answers, as in TRL."""
     whiten = AdvantageScale.whiten
-    AdvantageScale.whiten = lambda *args: (*whiten(*args)[:2], 1.0)
+
+    def divided_alone(scale, batch, *more, **how):
+        whiten(scale, batch, *more, **how)
+        batch.advantage_unit = 1.0
+
+    AdvantageScale.whiten = divided_alone
 
 
 def kl_of_trl():
     """The same, and the KL is k3 without a ratio. Its gradient is that of KL(reference || actor)."""
 
     def kl_loss(logprobs, mb):
-        _, _, k3 = ppo.kl_estimators(logprobs, mb.ref_logprobs)
-        return ppo.masked_sum(k3, mb.mask)
+        _, _, k3 = losses.kl_estimators(logprobs, mb.ref_logprobs)
+        return losses.masked_sum(k3, mb.action_mask)
 
     kl_in_deviations()
-    ppo.kl_loss = kl_loss
+    losses.kl_loss = kl_loss
 
 
 PATCHES = {

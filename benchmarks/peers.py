@@ -228,7 +228,7 @@ def operations(ours, rollout):
     """What the last step needed."""
     from update import needed_operations
 
-    layout, model = rollout.layout, ours.run.actor
+    layout, model = rollout.layout, ours.run.models.actor
     predicted = sum(layout.response_len)
     forward = needed_operations(model, layout.lengths, predicted) / 3  # it counts the backward too
     prompts = needed_operations(model, layout.prompt_len, 0) / 3

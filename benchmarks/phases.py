@@ -31,7 +31,7 @@ GPU_CASES = [
 
 def operations(ours):
     """{phase: operations of one step}, averaged over the measured steps."""
-    model, metrics = ours.run.actor, ours.metrics[1:]
+    model, metrics = ours.run.models.actor, ours.metrics[1:]
     weights = weights_per_token(model)
     head = model.config.hidden_size * model.config.vocab_size
     batch = ours.args.batch_size

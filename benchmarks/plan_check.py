@@ -88,7 +88,9 @@ def forget_peak():
 def measure(argv):
     """A run of these flags in this process: print what it planned and took, as JSON. With several processes
     the main one prints a line for each."""
-    from dataset.data_order import global_batch, record_loader
+    from one_step import take_step
+
+    from dataset.data_order import global_batch
     from trainer import run as building
     from trainer import train_ppo as T
     from trainer.compute.memory import free_unused_memory
@@ -111,17 +113,13 @@ def measure(argv):
         numbers = Sizes(inputs.actor, inputs.actor.dtype).all
         building.load_inputs = lambda *_: inputs  # those above
         run = building.PpoRun(args, world)
-        run.prepare()
         note("building")
         answers = args.num_generations
         steps, prompts = range(args.max_steps), world.size * args.batch_size // answers
         order = (global_batch(len(run.data), 42, s, prompts)[world.rank :: world.size] for s in steps)
-        with record_loader(run.data, order, 0) as batches:
-            for step in steps:
-                batch = T.collect(run, step, batches)
-                note("rollout")
-                T.learn(run, step, batch)
-                note("update")
+        for step, places in zip(steps, order, strict=True):
+            take_step(run, step, [run.data[place] for place in places], lambda batch: note("rollout"))
+            note("update")
         found = {"numbers": numbers, "plan": run.plan.peak + LATER, "fullest": run.plan.fullest}
         parts = run.plan.phases[run.plan.fullest] | {"code loaded later": LATER}
         found |= {"parts": parts, "peaks": peaks}

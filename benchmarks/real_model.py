@@ -36,7 +36,7 @@ from common import RESULTS, ROOT, read, table, write_results
 from dataset.formats import Keys
 from dataset.lm_dataset import RLAIFDataset
 from model.loading import eos_ids, load_policy, load_tokenizer
-from trainer import ppo
+from trainer import losses
 from trainer.compute.scoring import PolicyScorer, score_all
 from trainer.evaluation import EVAL_STEP
 from trainer.generation.engine import Sampler
@@ -197,7 +197,7 @@ class Measure:
                 continue
             scored = (score_all(rollout, PolicyScorer(model))[0] for model in (policy, self.start))
             log_p, log_q = scored
-            found["KL a response"] = ppo.masked_sum(log_p - log_q, rollout.mask).item() / len(ids)
+            found["KL a response"] = losses.masked_sum(log_p - log_q, rollout.mask).item() / len(ids)
         return {name: round(x, 4) for name, x in found.items()}
 
 

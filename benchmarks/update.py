@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from common import VOCABULARY, matrix_rate, policy, show, spread, vocabulary_of
 
-from trainer import ppo
+from trainer import losses
+from trainer.compute.batch import Batch
 from trainer.compute.batching import Layout, micro_batches, tokens_per_pass
 from trainer.compute.cpu import kernels
 from trainer.compute.memory import keep_freed_memory
 from trainer.compute.precision import autocast, fast_dtype, set_precision
-from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import PolicyScorer, pack_sequences
 
 REPETITIONS = 3
@@ -30,7 +30,7 @@ GPU_CASES = [("0.5B", 256, 239), ("512x8", 256, None)]
 
 
 def make_rollout(rows=64, seed=0, device="cpu", response=None, vocabulary=VOCABULARY):
-    """A ``Rollout`` filled with random numbers; only its lengths matter here. response: tokens of every
+    """A ``Batch`` filled with random numbers; only its lengths matter here. response: tokens of every
     response, or None for 32 on average."""
     rng = random.Random(seed)
     prompt_len = torch.tensor([rng.randint(16, 48) for _ in range(rows)])
@@ -43,7 +43,7 @@ def make_rollout(rows=64, seed=0, device="cpu", response=None, vocabulary=VOCABU
         fields[name] = 0.1 * torch.randn(rows, int(response_len.max()))
     fields["importance_weights"] = torch.ones_like(fields["rewards"])
     fields["counted"] = torch.ones_like(fields["rewards"], dtype=torch.bool)
-    return Rollout(**{name: x.to(device) for name, x in fields.items()})
+    return Batch(**{name: x.to(device) for name, x in fields.items()})
 
 
 def weights_per_token(model):
@@ -68,8 +68,8 @@ def ours(scorer, optimizer, rollout):
     for index in micro_batches(rollout.layout.lengths, budget):
         mb = rollout.rows(index)
         logprobs, _, _ = scorer(mb.tokens, mb.layout, 1.0)
-        loss, _ = ppo.policy_loss(logprobs, mb, 0.2, 0.2)
-        loss = loss + 0.02 * ppo.kl_loss(logprobs, mb)
+        loss, _ = losses.policy_loss(logprobs, mb, 0.2, 0.2)
+        loss = loss + 0.02 * losses.kl_loss(logprobs, mb)
         (loss / tokens).backward()
     torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
     optimizer.step()

@@ -14,14 +14,16 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k, dim=1).indices, 1.0)",
         ],
         "a pass has more than one token in any case": [
-            "def score_all(rollout: Rollout, scorer: Scorer, token_budget: int=1, "
+            "def score_all(rollout: Batch, scorer: Scorer, token_budget: int=1, "
             "**more: float) -> list[Tensor]:",
         ],
         "any row will do where there is none left": ["rows = index or [1]"],
     },
     "trainer/train_ppo.py": {
         EXACTLY: ["stopped = 0 < run.args.target_kl <= total_kl / token_count"],
-        "whichever comes to the GPU first": ["with run.host.on_device(run.ref, run.old_actor):"],
+        "whichever comes to the GPU first": [
+            "with run.models.host.on_device(run.models.reference, run.models.old_actor):"
+        ],
         "what trains no more has no step to note": ["pass  # break"],
         "a share of 1 is all tokens": ["if args.entropy_top <= 1:", "if args.entropy_top < 2:"],
     },

@@ -337,7 +337,7 @@ def test_runs_at_the_defaults_of_an_estimator_differ_in_its_flags_only(benchmark
 def test_a_small_run_of_this_trainer_and_its_place_in_the_file(benchmark, monkeypatch, tmp_path):
     learning, run = benchmark("learning"), benchmark("learning_run")
     monkeypatch.setattr(learning, "FILE", tmp_path / "learning.json")
-    monkeypatch.setattr(run.train_ppo, "evaluate_actor", run.train_ppo.evaluate_actor)  # put back afterwards
+    monkeypatch.setattr(run.PpoRun, "evaluate", run.PpoRun.evaluate)  # put back afterwards
     monkeypatch.setattr(run.train_ppo, "update", run.train_ppo.update)
     facts = {"task": "a", "who": "ours", "variant": "", "rates": [1e-3, 3e-3], "seed": 0, "samples": 1024}
     more = {"files": learning.prepare("a", tmp_path), "folder": str(tmp_path), "patch": "deal anew"}

@@ -9,8 +9,8 @@ from tiny import WORDS, flags, run_files, tiny_llama, word_tokenizer, write_json
 
 from dataset.lm_dataset import RLAIFDataset
 from trainer import evaluation, train_ppo
-from trainer.collect import Batch
-from trainer.evaluation import EVAL_STEP, evaluate
+from trainer.compute.batch import Batch
+from trainer.evaluation import EVAL_STEP, Evaluation
 from trainer.generation.sampling import noise_keys, uniform
 from trainer.inputs import accuracy_note, load_inputs
 from trainer.rewards.rules import is_correct
@@ -35,20 +35,20 @@ def evaluated(monkeypatch, prompts, sampled, greedy, reasoning=False):
     or, for each of the prompts, as many texts."""
     several = [said if isinstance(said, list) else [said] for said in sampled]
 
-    def answer(run, asked, temperature, count):
+    def answer(evaluation, asked, temperature, count):
         said = {0.7: several, 0.0: [[text] for text in greedy]}[temperature]
         texts = [said[prompt.index][place % count] for place, prompt in enumerate(asked)]
         lengths = torch.tensor([len(text) for text in texts])
         parts = {"score": lengths / 10}
         if reasoning:
             parts["format"] = 0.5 * torch.tensor([float("<think>" in text) for text in texts])
-        rollout = SimpleNamespace(response_len=lengths, finished=lengths % 2 == 0)
-        return Batch(asked, rollout, texts, scores=parts)
+        return Batch(None, None, lengths, lengths % 2 == 0, None, asked, texts, parts=parts)
 
-    monkeypatch.setattr(evaluation, "answer", answer)
-    monkeypatch.setattr(evaluation, "sampling_from", lambda run, model: nullcontext())
+    monkeypatch.setattr(Evaluation, "answer", answer)
     args = SimpleNamespace(temperature=0.7, reasoning=reasoning, num_generations=len(several[0]))
-    return evaluate(SimpleNamespace(args=args, world=ALONE, actor=None), prompts)[0]
+    engine = SimpleNamespace(weights_of=lambda model: nullcontext())
+    models = SimpleNamespace(actor=None)
+    return Evaluation(args, ALONE, prompts, None, models, engine, (), None, None).of_prompts()[0]
 
 
 def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate(monkeypatch):
@@ -180,8 +180,8 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
         record["answer"] = responses[kind][n if kind else n * answers] if kind is not None else "nothing"
     write_jsonl(tmp_path / "held_out.jsonl", records)
     run = PpoRun(args, ALONE)
-    run.actor.load_state_dict(plain.state_dict())
-    found, rows = train_ppo.evaluate_actor(run)
+    run.models.actor.load_state_dict(plain.state_dict())
+    found, rows = run.evaluate()
     shown = rows["eval_samples.jsonl"]
     assert [row["place"] for row in shown] == list(range(8))
     assert [row["response"] for row in shown] == responses[""][: 8 * answers : answers]

@@ -12,8 +12,9 @@ atomic_files progress_bar
 model
 dataset
 trainer.compute
-trainer.generation trainer.rewards trainer.runs trainer.ppo
-trainer.collect
+trainer.generation trainer.rewards trainer.runs
+trainer.advantages trainer.endings
+trainer.losses trainer.rollout
 trainer.options
 trainer
 trainer.train_ppo trainer.train_sft trainer.train_reward chat export

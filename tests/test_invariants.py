@@ -5,15 +5,19 @@ import copy
 
 import pytest
 import torch
+from steps import add_gradients, collected, filled, take_step, update
 from tiny import flags
 
+from trainer import models as run_models
 from trainer import train_ppo
 from trainer.compute import scoring
-from trainer.compute.rollout_data import length_mask
-from trainer.run import CHECK_SAMPLER, PpoRun
+from trainer.compute.batch import length_mask
+from trainer.models import CHECK_SAMPLER, Models
+from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import Step, forget_gradients, note_steps
+from trainer.runs.optimizer_step import Step
+from trainer.step_metrics import batch_metrics
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -28,12 +32,15 @@ def make_run(files, **values):
 
 
 def filled_rollout(run, prompts, step=0):
-    """Collect and fill a batch with the trainer's own functions -> (rollout with all its fields, metrics)."""
-    size = run.args.batch_size
-    batches = iter([[prompts[i] for i in range(size)]])
-    batch, metrics = train_ppo.collect(run, step, batches), Metrics()
-    train_ppo.fill_rollout(run, step, batch, metrics)
-    return batch.rollout, metrics
+    """Collect and fill a batch with the trainer's own functions -> (all its fields, metrics)."""
+    batch = filled(run, step, collected(run, step, first(run, prompts)))
+    metrics = batch_metrics(run.args, batch, run.models.critic, run.kl.coef, run.world)
+    return batch, metrics
+
+
+def first(run, prompts):
+    """The first prompts, as many as a batch has."""
+    return [prompts[i] for i in range(run.args.batch_size // run.args.num_generations)]
 
 
 @pytest.mark.parametrize(("size", "accumulation"), [(16, 1), (8, 2)])
@@ -43,7 +50,9 @@ def test_all_scoring_takes_micro_batches_as_large_as_those_of_updates(size, accu
     run, prompts = make_run(files, mini_batch_size=size, accumulation_steps=accumulation)
     run.progress.token_budget = 10_000
     calls = []
-    for scorer in {*run.scorers.values(), run.value_scorer}:
+    models = run.models
+    scorers = [models.actor_scorer, models.old_actor_scorer, models.reference_scorer, models.value_scorer]
+    for scorer in {*scorers}:
         scorer.register_forward_hook(lambda *given: calls.append(given))
     rollout, _ = filled_rollout(run, prompts)
     assert torch.allclose(rollout.rewards.sum(1), rollout.scores)  # the KL is in the loss
@@ -52,16 +61,16 @@ def test_all_scoring_takes_micro_batches_as_large_as_those_of_updates(size, accu
 
 
 def gradients(run, minibatch):
-    forget_gradients(run)
+    run.updater.forget_gradients()
     sums, tokens = Metrics(), minibatch.response_len.sum().item()
     for name in run.learners:
-        sums.merge(train_ppo.add_gradients(run, name, minibatch, tokens, 0))
-    grads = [p.grad.clone() for m in (run.actor, run.critic) for p in m.parameters()]
+        sums.merge(add_gradients(run, name, minibatch, tokens))
+    grads = [p.grad.clone() for m in (run.models.actor, run.models.critic) for p in m.parameters()]
     return grads, sums
 
 
 def weights(run):
-    return [p.detach().clone() for m in (run.actor, run.critic) for p in m.parameters()]
+    return [p.detach().clone() for m in (run.models.actor, run.models.critic) for p in m.parameters()]
 
 
 def same(left, right):
@@ -76,19 +85,20 @@ def test_nothing_is_scored_that_is_not_needed(files, monkeypatch):
     """In fp32 the sampler's log-probs are the old ones, and without a KL nothing needs the reference's: two
     runs with and without them learn the same. A first step is scored anyway."""
 
-    def learned():
-        run, prompts = make_run(files, kl_coef=0.0, ppo_epochs=2)
+    def learned(kl_coef=0.0):
+        run, prompts = make_run(files, kl_coef=kl_coef, ppo_epochs=2)
         calls = dict.fromkeys(("old_actor", "reference"), 0)
-        for name in calls:
+        scorers = {"old_actor": run.models.old_actor_scorer, "reference": run.models.reference_scorer}
+        assert bool(scorers["reference"]) == (kl_coef > 0)
+        for name in filter(scorers.get, calls):
 
             def count(model, given, result, name=name):
                 calls[name] += not result[0].requires_grad
 
-            run.scorers[name].register_forward_hook(count)
-        batches = iter([[prompts[i] for i in range(16)] for _ in range(2)])
+            scorers[name].register_forward_hook(count)
         metrics = []
         for step in (CHECK_SAMPLER, 1):
-            metrics.append(train_ppo.learn(run, step, train_ppo.collect(run, step, batches))[0])
+            metrics.append(take_step(run, step, first(run, prompts))[0])
         return weights(run), calls, metrics
 
     sparing, calls, metrics = learned()
@@ -96,9 +106,8 @@ def test_nothing_is_scored_that_is_not_needed(files, monkeypatch):
     assert [m.get("rollout/sampler_gap", 9) < 1e-5 for m in metrics] == [True, False]
     assert metrics[1]["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
     assert not any(name.startswith("kl/") for m in metrics for name in m)
-    monkeypatch.setattr(PpoRun, "sampler_has_scored", lambda run, step: False)
-    monkeypatch.setattr(PpoRun, "uses_reference", True)
-    scored, calls, metrics = learned()
+    monkeypatch.setattr(Models, "sampler_has_scored", lambda models, step: False)
+    scored, calls, metrics = learned(kl_coef=1e-30)
     assert calls == {"old_actor": 2, "reference": 2}
     assert furthest(sparing, scored) < 1e-5
     assert metrics[1]["kl/k3"] > 0
@@ -107,10 +116,9 @@ def test_nothing_is_scored_that_is_not_needed(files, monkeypatch):
 @pytest.mark.parametrize("flag", [{"lora_r": 2}, {"update_old_actor_freq": 2}])
 def test_a_reference_that_nothing_asks_takes_no_memory(files, flag):
     run, prompts = make_run(files, kl_coef=0.0, **flag)
-    run.prepare()
-    assert all(p.is_meta for p in run.ref.parameters())
+    assert all(p.is_meta for p in run.models.reference.parameters())
     before = weights(run)
-    train_ppo.learn(run, 0, train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]])))
+    take_step(run, 0, first(run, prompts))
     assert not same(before, weights(run))
 
 
@@ -118,14 +126,15 @@ def test_the_samplers_logprobs_are_the_old_ones_in_fp32_or_with_a_single_update_
     given = files | {"reward_model": None, "advantage": "reinforce", "critic_warmup_steps": None}
     whole = {"mini_batch_size": 16, "dtype": "bfloat16"}
     exact, single, old = (make_run(given, **x)[0] for x in ({}, whole, whole | {"update_old_actor_freq": 2}))
+    exact, single, old = exact.models, single.models, old.models
     assert single.single_update and not exact.single_update and not old.single_update
-    assert [run.sampler_has_scored(1) for run in (exact, single, old)] == [True, True, False]
+    assert [models.sampler_has_scored(1) for models in (exact, single, old)] == [True, True, False]
     assert not exact.sampler_has_scored(0) and not single.sampler_has_scored(0)
-    for run in (exact, single):
-        args = run.args
+    for models in (exact, single):
+        args = models.args
         for flag in ({"replay_batches": 1}, {"entropy_top": 0.5}):
-            run.args = args.completed(**flag)
-            assert not run.sampler_has_scored(1), flag
+            models.args = args.completed(**flag)
+            assert not models.sampler_has_scored(1), flag
     single.args = args.completed(replay_batches=1)
     assert not single.single_update
 
@@ -139,7 +148,11 @@ def test_padding_changes_no_gradient(files):
     garbage, padded = copy.copy(minibatch), 0
     for name, x in vars(minibatch).items():
         if isinstance(x, torch.Tensor) and x.dim() == 2:
-            real = length_mask(minibatch.layout.length, x.shape[1]) if name == "tokens" else minibatch.mask
+            real = (
+                length_mask(minibatch.layout.length, x.shape[1])
+                if name == "tokens"
+                else minibatch.action_mask
+            )
             setattr(garbage, name, x.masked_fill(~real, 3 if name == "tokens" else 1e6))
             padded += (~real).sum().item()
     assert padded > 50
@@ -158,21 +171,23 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            loss = run.scorers["actor"](rollout.tokens, rollout.layout, 1.0)[0].sum()
-        weights_too = {p.untyped_storage().data_ptr() for p in run.actor.parameters()}
+            loss = run.models.actor_scorer(rollout.tokens, rollout.layout, 1.0)[0].sum()
+        weights_too = {p.untyped_storage().data_ptr() for p in run.models.actor.parameters()}
         kept.append(sum(size for pointer, size in sizes.items() if pointer not in weights_too))
         loss.backward()
         results.append(gradients(run, rollout.rows(range(8)))[0])
     assert same(*results)
     assert kept[1] < 0.5 * kept[0]
-    assert not run.actor.model.layers[0].self_attn.training  # dropout, if there were any, would stay off
+    assert not run.models.actor.model.layers[
+        0
+    ].self_attn.training  # dropout, if there were any, would stay off
 
 
 def test_the_critic_steps_before_the_actor_has_gradients(files):
     """Only one model's gradients are ever in memory."""
     run, prompts = make_run(files)
     rollout, _ = filled_rollout(run, prompts)
-    models, seen = {"critic": run.critic, "actor": run.actor}, []
+    models, seen = {"critic": run.models.critic, "actor": run.models.actor}, []
 
     def with_gradients(*_):
         seen.append({name for name, m in models.items() if any(p.grad is not None for p in m.parameters())})
@@ -180,7 +195,7 @@ def test_the_critic_steps_before_the_actor_has_gradients(files):
     for model in models.values():
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(with_gradients)
-    train_ppo.update(run, rollout, 0, Metrics())
+    update(run, 0, rollout, Metrics())
     with_gradients()
     changes = [names for i, names in enumerate(seen) if not i or names != seen[i - 1]]
     assert changes == [{"critic"}, {"actor"}] * 2 + [set()]  # two minibatches, and nothing is left
@@ -190,17 +205,17 @@ def test_the_critic_steps_before_the_actor_has_gradients(files):
 def test_a_step_that_is_not_finite_is_no_step(files, where):
     run, prompts = make_run(files)
     rollout, _ = filled_rollout(run, prompts)
-    train_ppo.update(run, rollout, 0, Metrics())  # momentum exists now
+    update(run, 0, rollout, Metrics())  # momentum exists now
     before, moments = weights(run), copy.deepcopy(run.learners["actor"].optimizer.state_dict()["state"])
     rollout, _ = filled_rollout(run, prompts, step=1)
     if where == "loss":
         rollout.returns[3, 0] = torch.inf  # one minibatch of two, the critic alone
     else:
-        run.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
+        run.models.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
     metrics = Metrics()
-    train_ppo.update(run, rollout, 1, metrics)
+    update(run, 1, rollout, metrics)
     skipped = metrics.means(ALONE)["policy/skipped_steps"]
-    actor = [p.detach() for p in run.actor.parameters()]
+    actor = [p.detach() for p in run.models.actor.parameters()]
     if where == "loss":
         assert skipped == 0.25  # one of four steps
         assert run.progress.skipped_steps == 1
@@ -211,7 +226,7 @@ def test_a_step_that_is_not_finite_is_no_step(files, where):
         assert skipped == 0.5
         assert run.progress.skipped_steps == run.progress.bad_steps == 2
         assert same(before[: len(actor)], actor)
-        assert not same(before[len(actor) :], run.critic.parameters())  # its own steps were finite
+        assert not same(before[len(actor) :], run.models.critic.parameters())  # its own steps were finite
         after = run.learners["actor"].optimizer.state_dict()["state"]
         assert all(moments[k]["exp_avg"].equal(after[k]["exp_avg"]) for k in moments)
 
@@ -221,46 +236,49 @@ def test_bad_steps_of_different_models_end_a_run_together(files):
     run, _ = make_run(files)
     good, bad = Step(0.0, 1.0), Step(0.0, torch.inf)
     for steps in ([good, bad], [bad, good], [bad, bad], [good, bad]):
-        note_steps(run, steps)
+        run.updater.note(steps)
     assert (run.progress.bad_steps, run.progress.skipped_steps) == (4, 5)
     with pytest.raises(SystemExit, match="5 optimizer steps in a row"):
-        note_steps(run, [Step(torch.nan, 1.0)])
-    note_steps(run, [good, good])
+        run.updater.note([Step(torch.nan, 1.0)])
+    run.updater.note([good, good])
     assert run.progress.bad_steps == 0
 
 
 def test_an_old_actor_of_one_batch_is_the_actor_itself(files):
     run, prompts = make_run(files, mini_batch_size=16, learning_rate=1e-2)  # none follows an update
-    run.prepare()
-    assert run.old_actor is run.actor
+    assert run.models.old_actor is run.models.actor
     assert set(run.modules) == {"actor", "critic"}
-    batches, dtypes = iter([[prompts[i] for i in range(16)]] * 3), set()
+    dtypes = set()
     for step in range(3):
-        metrics, _ = train_ppo.learn(run, step, train_ppo.collect(run, step, batches))
+        metrics, _ = take_step(run, step, first(run, prompts))
         assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
         assert metrics["policy/approx_kl"] == pytest.approx(0.0, abs=1e-9)
-        dtypes |= {p.dtype for p in run.actor.parameters()}
+        dtypes |= {p.dtype for p in run.models.actor.parameters()}
     assert metrics["kl/k3"] > 1e-6  # it has moved
     assert dtypes == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
-def test_rounding_what_is_frozen_changes_no_step(files, kind):
+def test_rounding_what_is_frozen_changes_no_step(files, kind, monkeypatch):
     """Reference, old actor and reward model are rounded: scores and weights stay; trained ones are fp32."""
     results = []
     for rounded in (False, True):
         name = str(kind).removeprefix("torch.")
-        run, prompts = make_run(files, dtype=name, update_old_actor_freq=2, learning_rate=1e-2)
-        if rounded:
-            run.prepare()
-        batches, scores = iter([[prompts[i] for i in range(16)]] * 3), []
+        with monkeypatch.context() as patch:
+            for function in () if rounded else ("round_frozen", "keep_exact"):
+                patch.setattr(run_models, function, lambda *given: None)
+            run, prompts = make_run(files, dtype=name, update_old_actor_freq=2, learning_rate=1e-2)
+        scores = []
         for step in range(3):
-            batch = train_ppo.collect(run, step, batches)
-            scores.append(batch.scores["model"])
-            train_ppo.learn(run, step, batch)
+            _, batch = take_step(run, step, first(run, prompts))
+            scores.append(batch.parts["model"])
         results.append([*scores, *weights(run)])
         (reward_model, _), dtype = run.reward.models["model"], kind if rounded else torch.float32
-        for model in (run.ref, run.old_actor, reward_model.model):
+        for model in (run.models.reference, run.models.old_actor, reward_model.model):
             assert model.base_model.layers[0].mlp.up_proj.weight.dtype == dtype
-        assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in model.parameters())
+        assert all(
+            p.dtype == torch.float32
+            for model in (run.models.actor, run.models.critic)
+            for p in model.parameters()
+        )
     assert same(*results)

@@ -15,6 +15,7 @@ from trainer import run as ppo_run
 from trainer import train_ppo
 from trainer.compute.batching import tokens_per_pass
 from trainer.memory_plan import GB, Case, Sizes, check_loading, check_memory, memory_plan
+from trainer.rollout import RolloutEngine
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -268,13 +269,14 @@ def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_pa
 def test_a_run_that_releases_keys_and_values_is_the_same(monkeypatch, tmp_path):
     files = run_files(tmp_path, count=16)
     samplers = []
-    learn = train_ppo.learn
+    respond = RolloutEngine.respond
 
-    def noted(run, *more):
-        samplers.append((run.sampler.engine is None, run.sampler.slots))
-        return learn(run, *more)
+    def noted(engine, *more):
+        batch = respond(engine, *more)
+        samplers.append((engine.sampler.engine is None, engine.sampler.slots))
+        return batch
 
-    monkeypatch.setattr(train_ppo, "learn", noted)
+    monkeypatch.setattr(RolloutEngine, "respond", noted)
     releasing = lambda case, budget, *_: memory_plan(case, budget, True, slots=2)  # noqa: E731
     for name in ("kept", "released"):
         train(**files, **{**TINY, "max_steps": 2}, dtype="float32", out_dir=tmp_path / name, run_name="r")

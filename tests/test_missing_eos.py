@@ -11,9 +11,8 @@ from tiny import flags, read_jsonl, run_files, same_run
 from dataset.data_order import global_batch
 from errors import InputError
 from trainer import train_ppo
-from trainer.collect import respond, sampling_from
 from trainer.generation.sampling import noise_keys
-from trainer.options import missing_eos
+from trainer.rollout import RolloutEngine
 
 # Counts the letter a, and keeps the scores of each call but the trial in a file of this process.
 COUNTING = """import json, os
@@ -73,8 +72,8 @@ def test_it_is_the_standard_deviation_of_the_first_scores(files, one):
     assert (len(probe), len(trained)) == (32, 3)
     run = built(files, **SIZES)
     prompts = [run.data[place] for place in global_batch(len(run.data), run.args.seed, 0, 32)]
-    with sampling_from(run, run.old_actor):
-        texts = respond(run, prompts, noise_keys(run.args.seed, -2, range(32)), 1.0).texts
+    with run.engine.weights_of(run.models.old_actor):
+        texts = run.engine.respond(prompts, noise_keys(run.args.seed, -2, range(32)), 1.0).texts
     assert probe == [text.split().count("a") for text in texts]
     assert 0.3 < spread(probe) < 3
     assert penalty_of(one) == float(f"{spread(probe):.2g}")
@@ -108,12 +107,14 @@ def test_it_follows_the_scale(unit, given, chosen, size, files, one, tmp_path, s
 
 
 def test_it_says_where_none_of_the_first_responses_ends(files, tmp_path, scores, monkeypatch, capsys):
+    respond = RolloutEngine.respond
+
     def cut(*given):
         batch = respond(*given)
-        batch.rollout.finished[:] = False
+        batch.finished[:] = False
         return batch
 
-    monkeypatch.setattr(missing_eos, "respond", cut)
+    monkeypatch.setattr(RolloutEngine, "respond", cut)
     train_ppo.main(argv_of(files, tmp_path, max_steps=1))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("penalty "))
     assert line.endswith("; none of 32 ended")

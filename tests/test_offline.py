@@ -2,11 +2,9 @@
 
 import pytest
 import torch
+from steps import collected, take_step
 from test_invariants import make_run
 from tiny import WORDS, run_files, write_jsonl
-
-from trainer import train_ppo
-from trainer.evaluation import evaluate_actor, evaluate_pairs
 
 
 @torch.no_grad()
@@ -43,39 +41,42 @@ def files(tmp_path_factory):
 def one_batch(run, step=0):
     size = run.args.batch_size
     items = [run.data[(step * size + i) % len(run.data)] for i in range(size)]
-    return train_ppo.collect(run, step, iter([items])), items
+    return collected(run, step, items), items
 
 
 def test_without_an_evaluation_there_is_no_sampler(files):
     run, _ = make_run(files, epochs=9, eval_data_path="")
-    assert run.sampler is None and run.held_out_pairs is None
+    assert not hasattr(run, "engine") and run.held_out_pairs is None
     assert not run.reward.names and not run.best.metric
     assert not any(parts.get("sampler") for parts in run.plan.phases.values()) and not run.plan.cache
     batch, items = one_batch(run)
     assert batch.texts == [item.response for item in items] and batch.prompts == items
-    metrics, _ = train_ppo.learn(run, 0, batch)
+    metrics, _ = take_step(run, 0, items)
     assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
-    assert metrics["perf/reward_seconds"] == 0 < metrics["perf/rollout_seconds"]
-    assert evaluate_actor(run) == ({}, {})
-    assert make_run(files, epochs=9)[0].sampler is not None
+    assert metrics["perf/reward_seconds"] < 1e-3 < metrics["perf/rollout_seconds"]
+    assert run.evaluate() == ({}, {})
+    assert hasattr(make_run(files, epochs=9)[0], "engine")
 
 
 def test_what_an_evaluation_says_of_pairs_by_hand(files):
     run, _ = make_run(files, epochs=9)
-    assert evaluate_pairs(run, run.held_out_pairs) == {"eval/chosen_preferred": 0.5}
-    moved(run.actor, 1)
+    assert run.evaluation.of_pairs(run.held_out_pairs) == {"eval/chosen_preferred": 0.5}
+    moved(run.models.actor, 1)
     preferred = 0.0
     for both in run.held_out_pairs:
-        now, ref = ([plain_logprobs(model, item) for item in both] for model in (run.actor, run.ref))
+        now, ref = (
+            [plain_logprobs(model, item) for item in both]
+            for model in (run.models.actor, run.models.reference)
+        )
         chosen, rejected = ((x - y).sum() for x, y in zip(now, ref, strict=True))
         preferred += (chosen > rejected).float() / 21
-    found = evaluate_pairs(run, run.held_out_pairs)
+    found = run.evaluation.of_pairs(run.held_out_pairs)
     assert found["eval/chosen_preferred"] == pytest.approx(preferred.item())
 
 
 def test_the_reference_counts_as_the_old_actor_with_a_single_update_too(files):
     run, _ = make_run(files, epochs=9, batch_size=8, mini_batch_size=8)
-    assert run.updates_per_batch == 1 and not run.single_update
+    assert run.models.updates_per_batch == 1 and not run.models.single_update
 
 
 def test_held_out_pairs_may_be_transcripts(files, tmp_path):
@@ -96,8 +97,8 @@ def test_pairs_may_have_other_keys(files, tmp_path):
 def test_held_out_pairs_are_preferred_after_training(files):
     run, _ = make_run(files, epochs=9, learning_rate=1e-3, max_steps=14, kl_coef=0.05)
     for step in range(12):
-        train_ppo.learn(run, step, one_batch(run, step)[0])
-    after, _ = evaluate_actor(run)
+        take_step(run, step, one_batch(run, step)[1])
+    after, _ = run.evaluate()
     assert run.best.beaten_by(after, 1).metric == "eval/chosen_preferred"
     assert after["eval/chosen_preferred"] > 0.9
     assert "eval/score" not in after
@@ -108,10 +109,10 @@ def test_other_prompts_are_evaluated_by_a_judge_or_by_answers(files, tmp_path):
     (tmp_path / "judge.py").write_text(judge)
     path = write_jsonl(tmp_path / "held_out.jsonl", [{"asked": "c", "answer": "a"}] * 3)
     run, _ = make_run(files, epochs=9, eval_data_path=path, eval_reward_fn=f"{tmp_path / 'judge.py'}:score")
-    metrics, _ = evaluate_actor(run)
+    metrics, _ = run.evaluate()
     assert run.held_out_pairs is None and run.best.beaten_by(metrics, 1).metric == "eval/judge"
     assert run.display.best == "judge"
     assert metrics["eval/judge"] == 1 and metrics["eval/accuracy"] <= 1
     plain, _ = make_run(files, epochs=9, eval_data_path=write_jsonl(tmp_path / "p.jsonl", [{"asked": "c"}]))
-    metrics, _ = evaluate_actor(plain)
+    metrics, _ = plain.evaluate()
     assert metrics and plain.best.beaten_by(metrics, 1) is None

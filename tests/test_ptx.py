@@ -2,15 +2,13 @@
 
 import pytest
 import torch
+from steps import add_gradients, collected, filled
 from test_invariants import ALONE, make_run
 from tiny import WORDS, read_jsonl, refused, run_files, train, write_jsonl
 
 from dataset.data_order import global_batch
-from trainer import train_ppo
 from trainer.options.ptx import Ptx
 from trainer.runs.distributed import World
-from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import forget_gradients
 
 
 def demonstrations(count=40):
@@ -37,41 +35,40 @@ def nll(model, items):
 
 
 def minibatch_of(run, prompts, step=0):
-    batch = train_ppo.collect(run, step, iter([[prompts[i] for i in range(16)]]))
-    return train_ppo.fill_rollout(run, step, batch, Metrics()).rows(range(8))
+    return filled(run, step, collected(run, step, [prompts[i] for i in range(16)])).rows(range(8))
 
 
 def actor_gradient(run, minibatch, number, budget):
-    forget_gradients(run)
+    run.updater.forget_gradients()
     count = minibatch.response_len.sum()
     run.progress.token_budget = budget
-    sums = train_ppo.add_gradients(run, "actor", minibatch, count, number)
-    return {name: p.grad.clone() for name, p in run.actor.named_parameters() if p.requires_grad}, sums
+    sums = add_gradients(run, "actor", minibatch, count, number)
+    return {name: p.grad.clone() for name, p in run.models.actor.named_parameters() if p.requires_grad}, sums
 
 
 @pytest.mark.parametrize("budget", [4096, 16])
 def test_the_gradient_is_the_policys_plus_the_coefficient_times_the_mean_nlls(files, ptx_path, budget):
     run, prompts = make_run(files, ptx_data_path=ptx_path, ptx_coef=0.3, ppo_epochs=2, temperature=0.7)
+    [ptx] = run.options
     minibatch, number = minibatch_of(run, prompts), 3
     mixed, sums = actor_gradient(run, minibatch, number, budget)
-    items = [run.ptx.data[i] for i in global_batch(40, run.args.seed, number, 8)]
-    assert items == run.ptx.items[number]
-    loss = nll(run.actor, items)
+    items = [ptx.data[i] for i in global_batch(40, run.args.seed, number, 8)]
+    assert items == ptx.items[number]
+    loss = nll(run.models.actor, items)
     assert sums.means(ALONE)["policy/ptx_loss"] == pytest.approx(loss.item(), rel=1e-5)
-    forget_gradients(run)
+    run.updater.forget_gradients()
     (0.3 * loss).backward()
-    alone = {name: p.grad.clone() for name, p in run.actor.named_parameters()}
-    ptx, run.ptx = run.ptx, None
+    alone = {name: p.grad.clone() for name, p in run.models.actor.named_parameters()}
+    run.options.clear()
     policy, _ = actor_gradient(run, minibatch, number, budget)
     for name, grad in mixed.items():
         assert torch.allclose(grad, policy[name] + alone[name], atol=1e-6), name
-    run.ptx = ptx
 
 
 def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_path, files):
     run, _ = make_run(files, ptx_data_path=ptx_path, ppo_epochs=2)
-    alone, both = run.ptx, []
-    alone.read(1)
+    [alone], both = run.options, []
+    alone.before_estimate(1, None)
     assert list(alone.items) == [4, 5, 6, 7]  # the numbers of batch 1's optimizer steps
     counts = []
 
@@ -84,8 +81,9 @@ def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_
             return tensor + 100
 
     for rank in (0, 1):
-        part = Ptx(alone.data, 0.1, alone.seed, 4, 8, Two(rank, 2, torch.device("cpu")))
-        part.read(1)
+        two = Two(rank, 2, torch.device("cpu"))
+        part = Ptx(alone.data, run.args.completed(mini_batch_size=4), None, 4, two)
+        part.before_estimate(1, None)
         both.append(part.items)
         assert part.learned == {n: c + 100 for n, c in zip(part.items, counts[-1], strict=True)}
     for number, items in alone.items.items():
@@ -93,12 +91,12 @@ def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_
         assert alone.learned[number] == sum(sum(mask[1:]) for _, mask in items)
     first = {str(x) for x in alone.items[4]}
     assert first != {str(x) for x in alone.items[5]}
-    alone.read(0)
-    alone.read(1)
+    alone.before_estimate(0, None)
+    alone.before_estimate(1, None)
     assert list(alone.items) == [4, 5, 6, 7] and {str(x) for x in alone.items[4]} == first
     for text, learned in (([1, 1], 1), ([1, 0], 1), ([0, 1, 1], 2)):  # masks; a loss is divided by at least 1
-        few = Ptx([([5] * len(text), text)], 0.1, 0, 1, 1, ALONE)
-        few.read(0)
+        few = Ptx([([5] * len(text), text)], run.args.completed(mini_batch_size=1), None, 1, ALONE)
+        few.before_estimate(0, None)
         assert few.learned == {0: learned}
 
 
@@ -106,10 +104,10 @@ def test_memory_that_runs_out_does_demonstrations_again_too(files, ptx_path, mon
     run, prompts = make_run(files, ptx_data_path=ptx_path, ptx_coef=0.3)
     minibatch = minibatch_of(run, prompts)
     wanted, _ = actor_gradient(run, minibatch, 0, 4096)
-    failed, source = [], Ptx.source
+    failed, source = [], Ptx.further_loss
 
-    def full_once(self, number, scorer):
-        lengths, loss_of = source(self, number, scorer)
+    def full_once(self, number):
+        lengths, loss_of = source(self, number)
 
         def loss(rows):
             if not failed:
@@ -119,12 +117,12 @@ def test_memory_that_runs_out_does_demonstrations_again_too(files, ptx_path, mon
 
         return lengths, loss
 
-    monkeypatch.setattr(Ptx, "source", full_once)
+    monkeypatch.setattr(Ptx, "further_loss", full_once)
     again, sums = actor_gradient(run, minibatch, 0, 4096)
     assert failed and run.progress.token_budget < failed[0]
     for name, grad in again.items():
         assert torch.allclose(grad, wanted[name], atol=1e-6), name
-    assert sums._totals["policy/ptx_loss"][1] == run.ptx.learned[0]  # counted once
+    assert sums._totals["policy/ptx_loss"][1] == run.options[0].learned[0]  # counted once
 
 
 def test_a_run_is_resumed_with_the_same_demonstrations_only(tmp_path, ptx_path):
@@ -150,7 +148,7 @@ def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
     assert run.about().count("\nptx      ") == 1 and wanted in run.about()
     path = write_jsonl(tmp_path / "x.jsonl", [{"text": "a " * 256}, {"text": "a"}])
     run, _ = make_run(files, ptx_data_path=path, max_seq_len=250)
-    assert (len(run.ptx.data), run.ptx.data.dropped) == (1, 1)
+    assert (len(run.demonstrations), run.demonstrations.dropped) == (1, 1)
     refused(r"no answer to learn from", make_run, files, ptx_data_path=files["data_path"])
     turns = write_jsonl(tmp_path / "turns.jsonl", demonstrations(2)[1:])
     endless = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

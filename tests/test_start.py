@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from errors import InputError
 from progress_bar import Start
-from trainer import loop, train_ppo, train_reward, train_sft
+from trainer import session, train_ppo, train_reward, train_sft
 
 RUN = {"max_gen_len": 4, "batch_size": 4, "mini_batch_size": 4, "max_steps": 2, "eval_interval": 0}
 RUN |= {"reasoning": 0, "device": "cpu", "dtype": "float32", "run_name": "r"}
@@ -146,8 +146,8 @@ def test_threads_are_watched_before_anything_is_built(monkeypatch):
         order.append("build")
         raise InputError("enough")
 
-    monkeypatch.setattr(loop, "sleep_when_busy", watch)
-    tiny.refused("enough", loop.build_and_train, build, Namespace(device="cpu", ddp=False), *[None] * 3)
+    monkeypatch.setattr(session, "sleep_when_busy", watch)
+    tiny.refused("enough", session.Session(build, Namespace(device="cpu", ddp=False)).__enter__)
     assert order == ["cpu", "build"]
 
 

@@ -7,11 +7,11 @@ import torch
 from tiny import request_of, word_tokenizer
 from tiny_tokenizers import TOKENIZERS, ids_of
 
-from trainer import ppo
-from trainer.collect import Batch, step_rewards, token_places
-from trainer.compute.rollout_data import Rollout
+from trainer import advantages as adv
+from trainer.compute.batch import Batch, RawScores
 from trainer.generation.stops import HALF, response_texts
 from trainer.rewards.combine import Reward
+from trainer.rollout import step_rewards, token_places
 
 WORDS = list("abcdefgh")
 
@@ -23,7 +23,7 @@ def rollout_of(responses, finished):
     prompt_len = torch.tensor([1 + i % 2 for i in range(len(rows))])
     lengths = torch.tensor([len(ids) for ids in responses])
     logprobs = torch.zeros(len(rows), int(lengths.max()))
-    return Rollout(tokens, prompt_len, lengths, torch.tensor(finished), logprobs)
+    return Batch(tokens, prompt_len, lengths, torch.tensor(finished), logprobs)
 
 
 def test_where_characters_land_by_hand():
@@ -79,8 +79,10 @@ def test_from_what_a_function_returns_to_rewards_of_tokens():
     scores = reward.combine(raw)
     assert scores["function"].tolist() == [3.75, 3.0, 0.0]
     assert scores["score"].tolist() == [3.75, 2.5, -0.5]
-    steps = step_rewards(Batch([], rollout, texts, raw), tokenizer)
+    rollout.texts, rollout.raw = texts, raw
+    steps = step_rewards(rollout, tokenizer)
     assert steps.tolist() == [[1.0, 0.75, 0.0, 2.0], [0.0] * 4, [0.0] * 4]
-    rewards = ppo.token_rewards(scores["score"], rollout.response_len, rollout.mask, steps=steps)
+    rewards = adv.token_rewards(scores["score"], rollout.response_len, rollout.action_mask, steps=steps)
     assert rewards.tolist() == [[1.0, 0.75, 0.0, 2.0], [0.0, 2.5, 0.0, 0.0], [0.0, 0.0, -0.5, 0.0]]
-    assert step_rewards(Batch([], rollout, texts), tokenizer) is None  # no reward function
+    rollout.raw = RawScores()
+    assert step_rewards(rollout, tokenizer) is None  # no reward function

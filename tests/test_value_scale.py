@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from test_invariants import make_run
+from steps import collected, filled, take_step
+from test_invariants import first, make_run
 from tiny import tiny_llama, values_of
 
 from model.critic import CriticModel
-from trainer import train_ppo
-from trainer.compute.rollout_data import length_mask
-from trainer.value_scale import AdvantageScale, ValueScale, is_informative
+from trainer.advantages import AdvantageScale, ValueScale, group_spread, is_informative
+from trainer.compute.batch import length_mask
 
 STEPS = 8
 
@@ -23,8 +23,8 @@ class Rows:
     step_rewards = None
 
     def __init__(self, returns, values=((0.0,) * 3,) * 2):
-        self.mask = length_mask(torch.tensor([3, 1]), 3)
-        self.outcomes = torch.tensor(returns)
+        self.action_mask = length_mask(torch.tensor([3, 1]), 3)
+        self.mc_returns = torch.tensor(returns)
         self.values = torch.tensor(values)
 
 
@@ -41,8 +41,7 @@ def alone(total):
 
 def update(scale, *batches, informative=True):
     for batch in batches:
-        given = batch.values, batch.outcomes, batch.mask, informative
-        batch.values = scale.rescale_critic(*given, alone)
+        scale.fit(batch, informative, alone)
 
 
 def test_another_scale_changes_no_value_and_a_line_maps_all_values():
@@ -86,7 +85,9 @@ def test_the_scale_is_the_std_of_the_batches_and_the_first_sets_slope_and_mean(b
         update(scale, batch)
         wanted = slope * wanted + shift
         assert torch.allclose(values_of(critic, tokens), wanted, atol=1e-5)
-        assert torch.allclose(batch.values, batch.mask * (slope * torch.tensor(values) + shift), atol=1e-6)
+        assert torch.allclose(
+            batch.values, batch.action_mask * (slope * torch.tensor(values) + shift), atol=1e-6
+        )
         assert critic.scale == pytest.approx(math.sqrt(variance))
 
 
@@ -135,9 +136,8 @@ def learned(files, factor, offset=0.0, init="actor"):
     run, prompts = make_run(files, max_steps=STEPS, kl_coef=0.1 * factor, critic_init=init, **rates)
     combine = run.reward.combine
     run.reward.combine = lambda *a: {k: factor * v + offset for k, v in combine(*a).items()}
-    batches = iter([[prompts[i] for i in range(16)]] * STEPS)
-    metrics = [train_ppo.learn(run, step, train_ppo.collect(run, step, batches))[0] for step in range(STEPS)]
-    return torch.cat([p.detach().flatten() for p in run.actor.parameters()]), metrics
+    metrics = [take_step(run, step, first(run, prompts))[0] for step in range(STEPS)]
+    return torch.cat([p.detach().flatten() for p in run.models.actor.parameters()]), metrics
 
 
 @pytest.mark.parametrize(("factor", "offset", "init"), [(0.01, 0.5, "actor"), (100.0, 0.0, "reward")])
@@ -145,7 +145,7 @@ def test_rewards_of_any_size_and_level_are_learned_alike(files, factor, offset, 
     """Also where the critic starts from the reward model, whose scores have the size of before."""
     weights, metrics = learned(files, 1.0, init=init)
     scaled, others = learned(files, factor, offset, init)
-    start = torch.cat([p.flatten() for p in make_run(files)[0].ref.parameters()])
+    start = torch.cat([p.flatten() for p in make_run(files)[0].models.reference.parameters()])
     assert (scaled - weights).norm() < 0.02 * (weights - start).norm()
     for one, other in zip(metrics, others, strict=True):
         for name in ("value/loss", "value/explained_variance", "policy/entropy", "kl/k3"):
@@ -179,22 +179,22 @@ def test_what_advantages_are_divided_by():
     assert scale.variance == pytest.approx(0.9 * follows**2 + 0.1)  # in full: the batch before was large too
     batch = Rows(RETURNS)
     stds = torch.tensor([[3.0, 3.0, 3.0], [1.0, 1.0, 1.0]])  # of four tokens: sqrt((3 * 9 + 1) / 4)
-    advantages, _, unit = small.whiten(batch.outcomes, batch, True, alone, answers=2, group_std=stds)
-    assert unit == pytest.approx(7**0.5)
-    assert advantages.tolist() == [[1, 1, 5], [1, 0, 0]]  # divided by a group's own already
+    small.whiten(batch, batch.mc_returns, group_spread(stds, batch, 2, alone), True, divided=True)
+    assert batch.advantage_unit == pytest.approx(7**0.5)
+    assert batch.advantages.tolist() == [[1, 1, 5], [1, 0, 0]]  # divided by a group's own already
 
 
 def test_answers_that_differ_by_their_kl_only_are_no_lesson():
     """RLOO with the KL in the rewards. Two answers score 1 and 0, two the same: the size is that of the first
     two, sqrt((3 * 4 + 4) / 4). Where no prompt has a lesson, it is that of the batches before."""
     batch = Rows([[2.0, 2.0, 2.0], [-2.0, 0.0, 0.0], [0.1, 0.1, 0.1], [-0.1, 0.0, 0.0]])
-    batch.mask = length_mask(torch.tensor([3, 1, 3, 1]), 3)
+    batch.action_mask = length_mask(torch.tensor([3, 1, 3, 1]), 3)
     batch.scores = torch.tensor([1.0, 0.0, 5.0, 5.0])
     scale = AdvantageScale()
     for size in (2.0, 0.0):
-        advantages, std, unit = scale.whiten(batch.outcomes, batch, True, alone, answers=2)
-        assert (std, unit) == (size, 2)
-        assert advantages.tolist() == (batch.outcomes / 2).tolist()
+        scale.whiten(batch, batch.mc_returns, group_spread(batch.mc_returns, batch, 2, alone), True)
+        assert (batch.advantage_std, batch.advantage_unit) == (size, 2)
+        assert batch.advantages.tolist() == (batch.mc_returns / 2).tolist()
         batch.scores = torch.tensor([1.0, 1.0, 5.0, 5.0])
 
 
@@ -218,16 +218,15 @@ def test_a_solved_task_is_no_full_lesson(files, more):
     """A batch with different scores, then one whose scores are all 1: values that differ by 0.003 or so are
     not whitened to 1, and the weight of the KL does not grow."""
     run, prompts = make_run(files, **({"critic_warmup_steps": None} if more else {}), **more)
-    batches = iter([[prompts[i] for i in range(16 // run.args.num_generations)]] * 2)
     units = []
     for step in range(2):
-        batch = train_ppo.collect(run, step, batches)
+        batch = collected(run, step, first(run, prompts))
         if step:
-            batch.scores["score"] = torch.ones(16)
-            if run.critic:
-                torch.nn.init.normal_(run.critic.value_head.weight, std=1e-3)
-                torch.nn.init.constant_(run.critic.value_head.bias, 1 / run.critic.scale)
-        rollout = train_ppo.fill_rollout(run, step, batch, train_ppo.Metrics())
+            batch.scores = torch.ones(16)
+            if run.models.critic:
+                torch.nn.init.normal_(run.models.critic.value_head.weight, std=1e-3)
+                torch.nn.init.constant_(run.models.critic.value_head.bias, 1 / run.models.critic.scale)
+        rollout = filled(run, step, batch)
         units.append(rollout.advantage_unit)
     assert units[1] == pytest.approx(units[0])
     assert units[0] > 0.1 and rollout.advantage_std < 0.02

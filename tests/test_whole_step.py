@@ -14,6 +14,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from steps import take_step
 from tiny import WORDS, flags, read_jsonl, run_files, write_jsonl
 from torch.nn.utils.rnn import pad_sequence
 
@@ -23,10 +24,11 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
 from trainer.compute import scoring
 from trainer.generation.sampling import noise_keys, uniform
+from trainer.models import Models
 from trainer.rewards.rules import repetition
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
-from trainer.step_metrics import batch_metrics
+from trainer.step_metrics import of_all_responses
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -103,14 +105,15 @@ class Plain:
         """policy, critic: copies of the run's classes before the run has seen them."""
         self.args, self.total_steps = run.args, run.total_steps
         self.actor, self.old_actor, self.ref = (
-            same_weights(policy, model) for model in (run.actor, run.old_actor, run.ref)
+            same_weights(policy, model)
+            for model in (run.models.actor, run.models.old_actor, used_reference(run))
         )
-        self.critic = same_weights(critic, run.critic) if critic else None
+        self.critic = same_weights(critic, run.models.critic) if critic else None
         self.scale, self.variances = 1.0, []  # of the critic's values and returns
         self.begins = run.args.critic_warmup_steps
         self.used, self.batches, self.scores = set(), [], torch.zeros(0)
         self.kl_coef = run.args.kl_coef
-        self.sampler_has_scored = run.sampler_has_scored
+        self.sampler_has_scored = run.models.sampler_has_scored
         self.norms, self.packs = {"critic": [], "actor": []}, []
         path = run.args.ptx_data_path
         self.texts = [record["text"] for record in read_jsonl(path)] if path else []
@@ -141,7 +144,7 @@ class Plain:
     @property
     def sampled_logprobs(self):
         """The sampler's, of all response tokens"""
-        return torch.cat([batch.sampler_logprobs[batch.mask] for batch in self.batches])
+        return torch.cat([batch.sampler_logprobs[batch.action_mask] for batch in self.batches])
 
     def rows_of(self, k):
         """The rows of minibatch k: the answers to a prompt are dealt to as many minibatches as can be."""
@@ -233,7 +236,9 @@ class Plain:
         numbers |= {**over, "reward/score": scores.tolist(), "rollout/length": lengths}
         numbers["rollout/repetition"] = [repetition(ids) for ids in responses]
         means = {name: sum(x) / len(x) for name, x in numbers.items()}
-        means |= batch_metrics(responses, scores, ALONE)  # by hand in test_step_metrics.py, as repetition is
+        means |= of_all_responses(
+            responses, scores, ALONE
+        )  # by hand in test_step_metrics.py, as repetition is
         if (count := self.args.num_generations) > 1:
             groups = [{*scores.tolist()[i : i + count]} for i in range(0, len(scores), count)]
             means["rollout/equal_groups"] = sum(len(group) == 1 for group in groups) / len(groups)
@@ -564,6 +569,11 @@ def files(tmp_path_factory):
     }
 
 
+def used_reference(run):
+    """The reference, or the actor where nothing asks a reference, which then has no weights."""
+    return run.models.reference if run.models.uses_reference else run.models.actor
+
+
 def disturb(model, seed, size):
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -582,10 +592,10 @@ def start(files, experts=False, steps=False, logged=False, **values):
     untouched = load_policy(args.model)
     run = PpoRun(args, ALONE)
     prompts = run.data
-    critic = copy.deepcopy(run.critic)
+    critic = copy.deepcopy(run.models.critic)
     if critic:
         critic.backbone = copy.deepcopy(untouched.base_model)
-    models = (run.actor, run.old_actor, run.ref, run.critic)
+    models = (run.models.actor, run.models.old_actor, used_reference(run), run.models.critic)
     for seed, model in enumerate(filter(None, models)):
         disturb(model, seed, 0.015)
     return run, prompts, Plain(run, untouched, critic)
@@ -603,34 +613,41 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
     # Several micro-batches, of other widths than the batch
     monkeypatch.setattr(scoring, "tokens_per_pass", lambda device: 64)
     if case not in (SPARING, SINGLE):
-        monkeypatch.setattr(PpoRun, "sampler_has_scored", lambda run, step: False)
+        monkeypatch.setattr(Models, "sampler_has_scored", lambda models, step: False)
     run, prompts, plain = start(files, **CASES[case])
     size, lines = run.args.batch_size, []
     for step in range(STEPS):
         count = size // run.args.num_generations
         asked = [prompts[step * count + i] for i in range(count)]
-        batch = train_ppo.collect(run, step, iter([asked]))
-        responses = batch.rollout.responses()
         offline = bool(run.args.offline_data_path)
-        answers = (
-            [x.response_ids for x in asked] if offline else plain.responses(asked, step, run.endings.eos)
-        )
-        assert responses == answers
-        plain.take(batch.rollout)
-        assert offline or plain.gap_of_samples() < 1e-4
-        shape, random = batch.rollout.sampler_logprobs.shape, torch.Generator().manual_seed(step)
-        # As if the sampler had computed in half precision
-        batch.rollout.sampler_logprobs += 0.1 * torch.randn(shape, generator=random)
+        seen = {}
 
-        metrics, _ = train_ppo.learn(run, step, batch)
-        wanted = plain.scored(responses, run.endings.eos, [x.score for x in asked] if offline else ())
+        def between(batch, step=step, asked=asked, offline=offline, seen=seen):
+            seen["responses"] = responses = batch.responses()
+            answers = (
+                [x.response_ids for x in asked] if offline else plain.responses(asked, step, run.endings.eos)
+            )
+            assert responses == answers
+            plain.take(batch)
+            assert offline or plain.gap_of_samples() < 1e-4
+            shape, random = batch.sampler_logprobs.shape, torch.Generator().manual_seed(step)
+            # As if the sampler had computed in half precision
+            batch.sampler_logprobs += 0.1 * torch.randn(shape, generator=random)
+
+        metrics, _ = take_step(run, step, asked, between)
+        wanted = plain.scored(seen["responses"], run.endings.eos, [x.score for x in asked] if offline else ())
         wanted |= plain.learn(step)
         metrics = {name: x for name, x in metrics.items() if not name.startswith("perf/")}
         assert metrics.keys() == wanted.keys()
         for name, x in wanted.items():
             assert metrics[name] == pytest.approx(x, rel=5e-4, abs=5e-5), f"{name} in step {step}"
-        for name in ("actor", "critic", "old_actor", "ref") if run.critic else ("actor", "old_actor", "ref"):
-            largest, typical = distance(getattr(run, name), getattr(plain, name))
+        pairs = {"actor": plain.actor, "critic": plain.critic, "old_actor": plain.old_actor}
+        pairs["reference"] = plain.ref
+        left_out = {"critic": not run.models.critic, "reference": not run.models.uses_reference}
+        for name in pairs:
+            if left_out.get(name):
+                continue
+            largest, typical = distance(getattr(run.models, name), pairs[name])
             # Where a gradient is hardly more than rounding, AdamW makes a step of it
             assert largest < 3e-4 and typical < 2e-6, f"{name} in step {step}"
         lines.append(metrics)

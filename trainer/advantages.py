@@ -253,6 +253,17 @@ class AdvantageScale(RunningScale):
     would the KL's weight. So the unit of such a batch is the size that earlier batches had.
     """
 
+    def whiten(
+        self, batch: Batch, advantages: Tensor, size: float, informative: bool, divided: bool = False
+    ) -> None:
+        """Fill the batch's advantages: ``advantages`` [B, R], less their mean already, divided by the unit, 0
+        on padding. size: their standard deviation; divided: each was divided by the standard deviation of its
+        group (GRPO), so the unit is only that of KL and entropy."""
+        batch.advantage_std = size
+        batch.advantage_unit = self.unit(size, informative)
+        divisor = 1.0 if divided else batch.advantage_unit
+        batch.advantages = torch.where(batch.action_mask, advantages / divisor, 0.0)
+
     def unit(self, size: float, informative: bool) -> float:
         """size: of the batch's advantages, before they are divided; informative: ``is_informative``."""
         if not (informative and 0 < size <= LARGEST):

@@ -386,24 +386,20 @@ def estimate(
     rewards = batch.rewards
     mask = batch.action_mask
     group_size = args.num_generations
-    group_std = None
     if args.advantage == "gae":
-        advantage, _ = advantages.gae(rewards, batch.values, mask, args.gamma, args.lam)
+        found, _ = advantages.gae(rewards, batch.values, mask, args.gamma, args.lam)
         # The critic's returns have a lambda of their own.
         _, batch.returns = advantages.gae(rewards, batch.values, mask, args.gamma, args.critic_lam)
-        advantage, std = advantages.centred(advantage, mask, world.sum)
+        found, std = advantages.centred(found, mask, world.sum)
     elif args.advantage == "reinforce":
-        advantage, std = advantages.centred(batch.mc_returns, mask, world.sum)
+        found, std = advantages.centred(batch.mc_returns, mask, world.sum)
     elif args.advantage == "rloo":
-        advantage = advantages.leave_one_out(rewards, mask, group_size)
-        std = advantages.group_spread(advantage, batch, group_size, world.sum)
+        found = advantages.leave_one_out(rewards, mask, group_size)
+        std = advantages.group_spread(found, batch, group_size, world.sum)
     else:  # GRPO
-        advantage, group_std = advantages.group_normalized(rewards, mask, group_size)
+        found, group_std = advantages.group_normalized(rewards, mask, group_size)
         std = advantages.group_spread(group_std, batch, group_size, world.sum)
-    batch.advantage_std = std
-    batch.advantage_unit = scale.unit(std, informative)
-    divisor = batch.advantage_unit if group_std is None else 1.0  # GRPO's are divided already
-    batch.advantages = torch.where(mask, advantage / divisor, 0.0)
+    scale.whiten(batch, found, std, informative, divided=args.advantage == "group")
 
 
 # --------------------------------------------------------------------------------------- losses and steps
@@ -593,7 +589,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                     records = session.records(step)
                     new = take_logged(records, world.device) if run.logged else sample(run, step, records)
                 with seconds.of("reward"):
-                    new = new if run.logged else score(run, step, new, seconds)
+                    if not run.logged:
+                        new = score(run, step, new, seconds)
                 with seconds.of("score"):
                     batch = evaluate_tokens(
                         args, step, new, models, options, run.progress.token_budget, world

@@ -10,10 +10,10 @@ from recorded_graphs import Waits
 from tiny import tiny_llama
 
 from model.critic import CriticModel
-from trainer import ppo
+from trainer import losses
+from trainer.compute.batch import Batch
 from trainer.compute.batching import Layout, micro_batches, pass_size
 from trainer.compute.precision import LossScale
-from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import PolicyScorer, ValueScorer, load_balance_loss, prepare_training
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
@@ -29,7 +29,7 @@ def make_rollout(count=7, seed=0):
     shape = (count, int(response.max()))
     names = ("sampler_logprobs", "old_logprobs", "importance_weights", "ref_logprobs", "values", "rewards")
     fields = {name: torch.randn(shape, generator=generator) for name in (*names, "advantages", "returns")}
-    return Rollout(tokens, prompt, response, torch.ones(count, dtype=torch.bool), **fields)
+    return Batch(tokens, prompt, response, torch.ones(count, dtype=torch.bool), **fields)
 
 
 def test_micro_batches_hold_each_row_once_within_the_budget_and_waste_little():
@@ -101,13 +101,13 @@ def test_a_micro_batch_never_waits_for_a_gpu(kl_in_reward, monkeypatch):
         count = mb.response_len.sum()
         logprobs, entropy, _ = scorer(mb.tokens, mb.layout, 0.7)
         balance = load_balance_loss(gates, experts, 2)
-        loss, info = ppo.policy_loss(logprobs, mb, 0.2, 0.2, kl_in_reward=kl_in_reward, decay=0.9)
-        loss = loss + 0.1 * ppo.kl_loss(logprobs, mb)
-        entropy = ppo.masked_sum(entropy, mb.mask)
+        loss, info = losses.policy_loss(logprobs, mb, 0.2, 0.2, kl_in_reward=kl_in_reward, decay=0.9)
+        loss = loss + 0.1 * losses.kl_loss(logprobs, mb)
+        entropy = losses.masked_sum(entropy, mb.mask)
         metrics.add_all({**info, "policy/entropy": entropy}, count)
         metrics.add("policy/balance_loss", balance, len(mb.tokens))
         (loss - 0.1 * entropy + balance).backward()
-        loss, info = ppo.value_loss(
+        loss, info = losses.value_loss(
             value_scorer(mb.tokens, mb.layout)[0], mb.values, mb.returns, mb.mask, 0.5, 1.0
         )
         metrics.add_all(info, count)

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from steps import add_gradients, update
 from test_invariants import ALONE, filled_rollout, make_run, same, weights
 from tiny import flags, read_jsonl, refused, request_of, same_run, save_reward_dir, tiny_llama, word_tokenizer
 
@@ -19,7 +20,6 @@ from trainer.inputs import check_sampling
 from trainer.rewards.combine import Reward
 from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import step_if_finite
 
 FP16 = torch.float16
 
@@ -62,19 +62,19 @@ def moments(run):
 def test_an_overflow_is_skipped_and_counted_until_the_scale_is_low_enough(files):
     run, prompts = make_run(files, dtype="float16")
     rollout, _ = filled_rollout(run, prompts)
-    train_ppo.update(run, rollout, 0, Metrics())  # momentum exists now
+    update(run, 0, rollout, Metrics())  # momentum exists now
     assert run.progress.skipped_steps == 0
     run.loss_scale.value, overflows, adapt = 2.0**30, [], run.loss_scale.adapt
     run.loss_scale.adapt = lambda finite: overflows.append(not finite) or adapt(finite)
     before, metrics = (copy.deepcopy(weights(run)), moments(run)), Metrics()
-    train_ppo.update(run, rollout, 1, metrics)
+    update(run, 1, rollout, metrics)
     assert same(before[0], weights(run))
     assert same(before[1], moments(run))
     means = metrics.means(ALONE)
     assert means["policy/skipped_steps"] == 1.0
     assert means["perf/loss_scale"] == (2**30 + 2**29) / 2
     for step in range(2, 10):  # more than MAX_BAD_STEPS of them do not end the run
-        train_ppo.update(run, rollout, step, Metrics())
+        update(run, step, rollout, Metrics())
     assert not same(before[0], weights(run))
     assert all(w.isfinite().all() for w in weights(run))
     assert run.progress.bad_steps == 0
@@ -91,18 +91,18 @@ def test_what_a_lower_scale_cannot_help_ends_the_run_and_names_fp32(files):
     rollout, _ = filled_rollout(run, prompts)
     returns = rollout.returns.clone()
     rollout.returns[3, 0] = torch.inf  # one minibatch of two
-    train_ppo.update(run, rollout, 0, Metrics())
+    update(run, 0, rollout, Metrics())
     assert run.progress.skipped_steps == 1
     assert run.loss_scale.value == precision.FIRST_SCALE
     rollout.returns = returns
     run.progress.bad_steps = 0
-    handle = run.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
+    handle = run.models.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
     run.loss_scale.value = 4.0
-    train_ppo.update(run, rollout, 0, Metrics())
+    update(run, 0, rollout, Metrics())
     assert (run.loss_scale.value, run.progress.bad_steps) == (1.0, 0)
     with pytest.raises(SystemExit, match=r"in a row were not finite; .*, or use --dtype float32"):
         for step in (1, 2, 3):
-            train_ppo.update(run, rollout, step, Metrics())
+            update(run, step, rollout, Metrics())
     assert run.progress.skipped_steps == 1 + 2 + 5
     handle.remove()
 
@@ -114,15 +114,15 @@ def test_gradients_are_those_of_fp32(files):
         run, prompts = make_run(files, dtype=dtype)
         if dtype == "float32":
             rollout, _ = filled_rollout(run, prompts)
-            critic, scale = copy.deepcopy(run.critic.state_dict()), run.critic.scale
-        run.critic.load_state_dict(critic)
-        run.critic.scale = scale
+            critic, scale = copy.deepcopy(run.models.critic.state_dict()), run.models.critic.scale
+        run.models.critic.load_state_dict(critic)
+        run.models.critic.scale = scale
         count = rollout.response_len.sum().item()
         for name in ("critic", "actor"):
-            train_ppo.add_gradients(run, name, rollout, count, 0)
-        parameters = [p for model in (run.critic, run.actor) for p in model.parameters()]
+            add_gradients(run, name, rollout, count)
+        parameters = [p for model in (run.models.critic, run.models.actor) for p in model.parameters()]
         grads[dtype] = [p.grad / run.loss_scale.value for p in parameters]
-        norms[dtype] = [step_if_finite(run, learner, 0.0, 0).norm for learner in run.learners.values()]
+        norms[dtype] = [run.updater.step(name, 0.0, 0).norm for name in run.learners]
     assert norms["float16"] == pytest.approx(norms["float32"], rel=0.01)  # unscaled before they are clipped
     for exact, rounded in zip(grads["float32"], grads["float16"], strict=True):
         # The bias of the critic's head has a gradient of 0: its values are unbiased.

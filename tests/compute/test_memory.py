@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from steps import take_step
 from test_invariants import make_run, same, weights
 from tiny import PYTHON, finish, run_files, start_script, tiny_llama
 
 from model.lora import frozen_copy
-from trainer import train_ppo
 from trainer.compute import memory, threads
 from trainer.compute.memory import HostMemory, free_in_groups, free_memory
-from trainer.evaluation import evaluate_actor
 
 CPU = torch.device("cpu")
 UNLIMITED = float("inf")
@@ -145,19 +144,17 @@ def test_a_run_with_offload_is_the_same_and_scores_with_models_on_the_device(tmp
     files, results = run_files(tmp_path, count=16), []
     judge = {"eval_data_path": files["data_path"], "eval_reward_model": files["reward_model"]}
     for offload in (0, 1):
-        run, prompts = make_run(files | judge, lora_r=lora_r, update_old_actor_freq=2, learning_rate=1e-2)
-        run.args = run.args.completed(offload_frozen=offload)
-        run.prepare()
-        assert bool(run.host.waiting) == offload
-        for pairs in list(run.host.waiting.values())[:3]:  # reference, reward model and judge; not the old
-            for i, (p, numbers) in enumerate(pairs):  # actor, from which is sampled
+        more = {"lora_r": lora_r, "update_old_actor_freq": 2, "learning_rate": 1e-2}
+        run, prompts = make_run(files | judge, **more, offload_frozen=offload)
+        assert bool(run.models.host.waiting) == offload
+        for pairs in list(run.models.host.waiting.values())[:3]:  # not the old actor,
+            for i, (p, numbers) in enumerate(pairs):  # from which is sampled
                 p.data = torch.full_like(numbers, torch.nan)
                 pairs[i] = (p, numbers)
-        batches, scores = iter([[prompts[i] for i in range(16)]] * 3), []
+        scores = []
         for step in range(3):
-            batch = train_ppo.collect(run, step, batches)
-            scores.append(batch.scores["model"])
-            train_ppo.learn(run, step, batch)
-        scores.append(torch.tensor(list(evaluate_actor(run)[0].values())))
+            _, batch = take_step(run, step, [prompts[i] for i in range(16)])
+            scores.append(batch.parts["model"])
+        scores.append(torch.tensor(list(run.evaluate()[0].values())))
         results.append([*scores, *weights(run)])
     assert same(*results)

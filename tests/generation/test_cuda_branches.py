@@ -361,7 +361,7 @@ def test_a_rollout_waits_for_its_checks_and_its_results(model, gpu):
 
     gpu.setattr(engine, "pad_right", on_the_host)
     answers(sampler)
-    results, wanted, as_rollout = [], plain(model), engine.as_rollout
+    results, wanted, new_batch = [], plain(model), engine.new_batch
     checks, compact = [], engine.Engine.compact
 
     def check(self):
@@ -371,12 +371,12 @@ def test_a_rollout_waits_for_its_checks_and_its_results(model, gpu):
 
     gpu.setattr(engine.Engine, "compact", check)
     # Where the host waits: the rollout, and whether its numbers are finite.
-    gpu.setattr(engine, "as_rollout", lambda *parts: results.append(parts) or MagicMock())
+    gpu.setattr(engine, "new_batch", lambda *parts: results.append(parts) or MagicMock())
     with Waits(refuse=False) as waits:
         sampler.sample(PROMPTS, keys, [0], 10, 1.0)
     assert set(waits.found) <= {"lift_fresh"}  # lists that become tensors in pinned memory (``send``)
     assert 3 < len(checks) < 16
-    assert as_rollout(*results[0]).responses() == wanted.responses()
+    assert new_batch(*results[0]).responses() == wanted.responses()
 
 
 @pytest.mark.parametrize("slots", [5, 64])

@@ -12,8 +12,8 @@ from tiny_tokenizers import TOKENIZERS, byte_level, ids_of
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trainer import train_ppo
+from trainer.compute.batch import Batch
 from trainer.compute.batching import Layout
-from trainer.compute.rollout_data import Rollout
 from trainer.endings import load_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys, uniform
@@ -116,7 +116,7 @@ def test_a_special_token_that_has_no_role_is_what_the_policy_says():
     assert decode(tokenizer, row) == "a[ANS]b<|eot|>"
     assert StopStrings(["\n\n"], tokenizer).cut(row) == "a[ANS]b"  # <|eot|> is an EOS of the model
     logprobs = torch.zeros(1, 6)
-    rollout = Rollout(
+    rollout = Batch(
         torch.tensor([[2, *row]]), torch.tensor([1]), torch.tensor([6]), torch.tensor([True]), logprobs
     )
     assert response_texts(rollout, tokenizer) == ["a[ANS]b"]

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from steps import add_gradients, take_step, update
 from test_families import FAMILIES, build, logits
 from test_invariants import filled_rollout, furthest, make_run, same
 from tiny import WORDS, load_weights, train
@@ -15,12 +16,11 @@ from errors import InputError
 from model.loading import load_policy
 from model.lora import adapted_layers, add_adapters, describe, frozen_copy, merged, trained
 from model.saving import save_directory
-from trainer import train_ppo
+from trainer import models
 from trainer.compute.batching import Layout
 from trainer.compute.scoring import PolicyScorer, prepare_training, score_all
-from trainer.run import CHECK_SAMPLER
+from trainer.models import CHECK_SAMPLER
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import forget_gradients
 
 RANK = 3  # so that alpha is not peft's default
 FAST = {"lora_r": RANK, "learning_rate": 1e-2, "critic_learning_rate": 1e-2}
@@ -121,33 +121,34 @@ def test_a_seed_gives_the_adapters_and_leaves_torchs_random_state():
 @pytest.mark.parametrize("start", ["actor", "reward"])
 def test_everyone_shares_the_frozen_weights_and_nobody_an_adapter(files, start):
     run, _ = make_run(files, lora_r=RANK, critic_init=start, update_old_actor_freq=2, dtype="bfloat16")
-    base = pointers(run.ref.parameters())
+    base = pointers(run.models.reference.parameters())
     ((reward_model, _),) = run.reward.models.values()
-    assert pointers(frozen(run.actor)) == base
-    old = dict(run.old_actor.named_parameters())
+    assert pointers(frozen(run.models.actor)) == base
+    old = dict(run.models.old_actor.named_parameters())
     assert pointers(p for name, p in old.items() if "lora" not in name) == base
-    source = run.ref if start == "actor" else reward_model.model
-    assert pointers(frozen(run.critic)) <= pointers(source.parameters())
+    source = run.models.reference if start == "actor" else reward_model.model
+    assert pointers(frozen(run.models.critic)) <= pointers(source.parameters())
     assert base.isdisjoint(pointers(reward_model.model.parameters()))
     for kind, more in (("actor", set()), ("critic", HEAD)):
-        model = getattr(run, kind)
+        model = getattr(run.models, kind)
         names = {name for name, p in model.named_parameters() if p.requires_grad}
         assert {name for name in names if ".lora_" not in name} == more
         (group,) = run.learners[kind].optimizer.param_groups
         assert pointers(group["params"]) == pointers(trained(model))
-    sets = [pointers(trained(run.actor)), pointers(trained(run.critic))]
+    sets = [pointers(trained(run.models.actor)), pointers(trained(run.models.critic))]
     sets.append(pointers(p for name, p in old.items() if "lora" in name))
     assert sum(map(len, sets)) == len(set().union(*sets))
-    run.prepare()
     # B is 0 at the start, which bf16 holds; later it is not. Nor does it hold the frozen weights.
-    models = (run.old_actor, run.actor, run.ref)
+    models = (run.models.old_actor, run.models.actor, run.models.reference)
     assert {p.dtype for model in models for p in model.parameters()} == {torch.float32}
-    assert not any(p.requires_grad for p in run.old_actor.parameters())
+    assert not any(p.requires_grad for p in run.models.old_actor.parameters())
 
 
 def models_of(run):
     ((reward_model, _),) = run.reward.models.values()
-    return {"actor": run.actor, "critic": run.critic, "ref": run.ref, "reward": reward_model.model}
+    models = run.models
+    found = {"actor": models.actor, "critic": models.critic, "ref": models.reference}
+    return found | {"reward": reward_model.model}
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +157,7 @@ def updated(files):
     run, prompts = make_run(files, **FAST, update_old_actor_freq=2)
     before = {name: bits(model) for name, model in models_of(run).items()}
     for step in range(2):
-        train_ppo.update(run, filled_rollout(run, prompts, step)[0], step, Metrics())
+        update(run, step, filled_rollout(run, prompts, step)[0], Metrics())
     return run, prompts, before
 
 
@@ -166,7 +167,7 @@ def test_updates_move_the_adapters_and_not_one_bit_of_what_is_frozen(files, upda
         moved = {key for key, x in bits(model).items() if not x.equal(before[name][key])}
         assert {key for key in moved if ".lora_" not in key} == (HEAD if name == "critic" else set())
         assert (len(moved) >= 2 * 7) == (name in ("actor", "critic"))
-    run.old_actor.load_state_dict(run.actor.state_dict())
+    run.models.old_actor.load_state_dict(run.models.actor.state_dict())
     rollout, metrics = filled_rollout(run, prompts, CHECK_SAMPLER)
     original = load_policy(files["model"])
     prepare_training(original.base_model, False)
@@ -178,11 +179,11 @@ def test_updates_move_the_adapters_and_not_one_bit_of_what_is_frozen(files, upda
 
 def gradients_of_trained(run, minibatch):
     """A minibatch -> gradients of the trained parameters. What is frozen has none."""
-    forget_gradients(run)
+    run.updater.forget_gradients()
     for name in run.learners:
-        train_ppo.add_gradients(run, name, minibatch, minibatch.response_len.sum().item(), 0)
-    assert all(p.grad is None for m in (run.actor, run.critic) for p in frozen(m))
-    return [p.grad.clone() for m in (run.actor, run.critic) for p in trained(m)]
+        add_gradients(run, name, minibatch, minibatch.response_len.sum().item())
+    assert all(p.grad is None for m in (run.models.actor, run.models.critic) for p in frozen(m))
+    return [p.grad.clone() for m in (run.models.actor, run.models.critic) for p in trained(m)]
 
 
 def test_checkpointing_and_accumulation_change_no_gradient(files, updated):
@@ -190,8 +191,8 @@ def test_checkpointing_and_accumulation_change_no_gradient(files, updated):
     minibatch = filled_rollout(run, prompts, 2)[0].rows(range(8))  # this rescales the critic
     other, _ = make_run(files, **FAST, accumulation_steps=8, gradient_checkpointing=1)
     for name in ("actor", "critic"):
-        getattr(other, name).load_state_dict(getattr(run, name).state_dict())
-    other.critic.scale = run.critic.scale
+        getattr(other.models, name).load_state_dict(getattr(run.models, name).state_dict())
+    other.models.critic.scale = run.models.critic.scale
     found = [gradients_of_trained(one, minibatch) for one in (run, other)]
     assert max(g.abs().max() for g in found[0]) > 1e-3
     assert furthest(*found) < 1e-6
@@ -226,7 +227,9 @@ def test_without_peft_such_a_run_is_one_line(files, tmp_path, monkeypatch):
     assert not (tmp_path / "none").exists()
 
 
-def test_frozen_weights_that_16_bits_hold_are_kept_in_them_and_nothing_else_changes(files, tmp_path):
+def test_frozen_weights_that_16_bits_hold_are_kept_in_them_and_nothing_else_changes(
+    files, tmp_path, monkeypatch
+):
     """A policy and a reward model that were saved in bf16: the same steps, with half of the bytes."""
     kinds = {"model": AutoModelForCausalLM, "reward_model": AutoModelForSequenceClassification}
     for name, kind in kinds.items():
@@ -235,21 +238,24 @@ def test_frozen_weights_that_16_bits_hold_are_kept_in_them_and_nothing_else_chan
     saved = files | {name: str(tmp_path / name) for name in kinds}
     results, sizes = [], []
     for halved in (False, True):
-        run, prompts = make_run(saved, critic_init="reward", dtype="bfloat16", **FAST)
-        if halved:
-            run.prepare()
-        sizes.append(sum(p.numel() * p.element_size() for p in run.ref.parameters()))
-        batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]))
-        means, _ = train_ppo.learn(run, 0, batch)  # two minibatches, of which the second sees adapters
+        with monkeypatch.context() as patch:
+            if not halved:
+                patch.setattr(models, "keep_exact", lambda *given: None)
+            run, prompts = make_run(saved, critic_init="reward", dtype="bfloat16", **FAST)
+        sizes.append(sum(p.numel() * p.element_size() for p in run.models.reference.parameters()))
+        means, _ = take_step(
+            run, 0, [prompts[i] for i in range(16)]
+        )  # two minibatches, of which the second sees adapters
         rows = [torch.tensor([v for k, v in means.items() if not k.startswith("perf/")])]
-        rows += [p for model in (run.actor, run.critic) for p in trained(model)]
-        assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in trained(model))
-        result = dict(merged(run.actor))
+        rows += [p for model in (run.models.actor, run.models.critic) for p in trained(model)]
+        both = (run.models.actor, run.models.critic)
+        assert all(p.dtype == torch.float32 for model in both for p in trained(model))
+        result = dict(merged(run.models.actor))
         assert all(x.dtype == torch.float32 for name, x in result.items() if "proj" in name)
         results.append([*rows, *(x.float() for x in result.values())])
     assert same(*results)
     assert sizes[1] < 0.52 * sizes[0]
-    assert run.ref.get_input_embeddings().weight.dtype == torch.bfloat16
-    save_directory(run.actor, run.tokenizer, tmp_path / "out", torch.float32)
+    assert run.models.reference.get_input_embeddings().weight.dtype == torch.bfloat16
+    save_directory(run.models.actor, run.tokenizer, tmp_path / "out", torch.float32)
     again = load_policy(str(tmp_path / "out")).state_dict()
-    assert all(again[name].equal(x.float()) for name, x in merged(run.actor))
+    assert all(again[name].equal(x.float()) for name, x in merged(run.models.actor))

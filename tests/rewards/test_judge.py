@@ -6,10 +6,10 @@ import torch
 from same_runs import same_weights
 from test_invariants import ALONE
 
-from trainer import evaluation, train_ppo
-from trainer.evaluation import evaluate_actor
-from trainer.rewards.combine import Judge
+from trainer import train_ppo
+from trainer.rewards.combine import Judge, modules_of
 from trainer.rewards.reward_models import load_reward_model
+from trainer.rollout import RolloutEngine
 from trainer.run import PpoRun
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 2, "epochs": 9}
@@ -60,16 +60,16 @@ def test_training_is_bit_for_bit_the_same_with_a_judge(files, judged, tmp_path):
 def test_its_scores_are_sums_of_raw_ones(files, judged, monkeypatch):
     """As computed by hand of the same responses: neither clipped to ±3 nor normalised, times the weight."""
     run = evaluated_run(files | judged)
-    found, _ = evaluate_actor(run)
+    found, _ = run.evaluate()
     model = load_reward_model(judged["eval_reward_model"].removesuffix("=-2"), run.world.device)
-    sampled, own = [], evaluation.respond
+    sampled, own = [], RolloutEngine.respond
 
     def noted(*given):
         sampled.append((given[1], own(*given)))
         return sampled[-1][1]
 
-    monkeypatch.setattr(evaluation, "respond", noted)
-    assert evaluate_actor(run)[0] == found  # the same responses every time
+    monkeypatch.setattr(RolloutEngine, "respond", noted)
+    assert run.evaluate()[0] == found  # the same responses every time
     for kind, (prompts, batch) in zip(("", "_greedy"), sampled, strict=True):
         texts = batch.texts
         scores = model([(p.prompt, text) for p, text in zip(prompts, texts, strict=True)])
@@ -97,8 +97,10 @@ def test_one_part_alone_has_no_second_name():
 def test_a_judge_is_never_the_critics_start_nor_a_reward(files, judged):
     run = evaluated_run(files | judged | {"reward_model": ""})
     assert set(run.reward.models) == set()
-    assert torch.all(run.critic.value_head.weight == 0)  # a reward model's head would not be 0
-    assert [type(model).__name__ for model in run.judges] == ["LlamaForSequenceClassification"]
+    assert torch.all(run.models.critic.value_head.weight == 0)  # a reward model's head would not be 0
+    assert [type(model).__name__ for model in modules_of(run.reward, run.judge)] == [
+        "LlamaForSequenceClassification"
+    ]
 
 
 WRONG = {

@@ -15,11 +15,11 @@ from tiny_tokenizers import TOKENIZERS, ids_of
 from dataset.lm_dataset import Prompt
 from errors import InputError
 from trainer import train_ppo
-from trainer.collect import Batch, joined
-from trainer.compute.rollout_data import Rollout
+from trainer.compute.batch import Batch
 from trainer.generation.stops import HALF, decode
 from trainer.rewards import reward_server
 from trainer.rewards.reward_server import PAUSES, RewardServer
+from trainer.rollout import with_sampled_space
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 2, "critic_warmup_steps": 0}
 
@@ -102,8 +102,10 @@ def test_prompt_and_response_are_the_text_that_was_sampled(kind):
         if HALF in whole or HALF in text or text.endswith(" ") or not text:
             continue
         tokens, sizes = torch.tensor([asked + ids]), (torch.tensor([6]), torch.tensor([6]))
-        rollout = Rollout(tokens, *sizes, torch.tensor([False]), torch.zeros(1, 6))
-        (prompt,) = joined(Batch([Prompt(0, text, None, asked, {}, text)], rollout, [said]), tokenizer)
+        prompts = [Prompt(0, text, None, asked, {}, text)]
+        finished, logprobs = torch.tensor([False]), torch.zeros(1, 6)
+        batch = Batch(tokens, *sizes, finished, logprobs, prompts, [said])
+        (prompt,) = with_sampled_space(batch, tokenizer)
         assert prompt.text + said == whole, (asked, ids)
         assert prompt.text in (text, text + " ") and prompt.prompt == text
         spaces += prompt.text != text

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 import transformers as T
+from steps import take_step
 from test_invariants import make_run
 from tokenizers.processors import TemplateProcessing
 
@@ -267,10 +268,9 @@ def test_a_step_logs_the_mean_of_each_part_and_the_share_at_the_limit(tmp_path):
     tokenizer = tiny.word_tokenizer(tiny.WORDS, chat=True)
     high = tiny.save_reward_dir(tmp_path / "high", tokenizer, reward_offset=-50.0)
     run, prompts = make_run(tiny.run_files(tmp_path) | {"reward_model": high})
-    batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]))
-    logged, _ = train_ppo.learn(run, 0, batch)
+    logged, batch = take_step(run, 0, [prompts[i] for i in range(16)])
     assert logged["reward/at_limit"] == 1.0
-    for name, scores in batch.scores.items():
+    for name, scores in batch.parts.items():
         assert logged[f"reward/{name}"] == pytest.approx(scores.mean().item(), abs=1e-6)
 
 

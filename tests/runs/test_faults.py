@@ -224,14 +224,16 @@ def test_gradients_of_a_minibatch_that_did_not_fit_are_not_counted_twice(files):
         run.progress.token_budget = budget
         calls = []
 
-        def failing(*sequences, value=run.value_scorer.forward, calls=calls, fails=fails):
+        def failing(*sequences, value=run.models.value_scorer.forward, calls=calls, fails=fails):
             calls.append(1)
             full(range(len(calls) == fails), 0)
             return value(*sequences)
 
-        run.value_scorer.forward = failing
+        run.models.value_scorer.forward = failing
         gradients(run, minibatch)
         assert len(calls) > 2
-        results.append([p.grad.clone() for m in (run.actor, run.critic) for p in m.parameters()])
+        results.append(
+            [p.grad.clone() for m in (run.models.actor, run.models.critic) for p in m.parameters()]
+        )
         assert run.progress.token_budget == 32
     assert same(*results)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny import read_jsonl, run_files, train
 
-from trainer.loop import collected_between_steps, conclude_step
 from trainer.runs.base import Progress
 from trainer.runs.distributed import World
 from trainer.runs.run_logger import NullLogger
+from trainer.session import collected_between_steps, conclude_step
 
 UNFREEZES = True  # see conftest.py
 

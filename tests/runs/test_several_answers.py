@@ -7,10 +7,10 @@ from test_invariants import ALONE
 from test_loss_options import RUNS, files  # noqa: F401  (a fixture)
 
 from trainer import train_ppo
-from trainer.collect import noise_of_step, raw_scores, respond, sampling_from
 from trainer.generation.stops import response_texts
 from trainer.options.filter_groups import rows_of_equal_groups, scores_to_compare
 from trainer.rewards.combine import RawScores, Reward
+from trainer.rollout import Seconds, noise_of_step
 
 
 def test_rows_of_equal_groups():
@@ -61,33 +61,35 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
             judge, weight = run.reward.models["model"]
             run.reward.models["model"] = Coarse(judge), weight
         asked = [run.data[i] for i in range(8)]
-        batches[times] = train_ppo.collect(run, 0, iter([asked]))
+        seconds = Seconds()
+        sampled = train_ppo.sample(run, 0, asked)
+        batches[times] = train_ppo.score(run, 0, sampled, seconds)
         batch = batches[times]
-        assert batch.seconds.keys() == {"rollout", "reward"}
-        assert response_texts(batch.rollout, run.tokenizer) == batch.texts
-        tokens = zip(batch.rollout.tokens.tolist(), batch.rollout.layout.prompt_len, strict=True)
+        assert seconds.keys() == ({"rollout", "reward"} if times else set())
+        assert response_texts(batch, run.tokenizer) == batch.texts
+        tokens = zip(batch.tokens.tolist(), batch.layout.prompt_len, strict=True)
         wanted = [prompt.prompt_ids for prompt in asked for _ in range(4)]
         assert [ids[:count] for ids, count in tokens] == [p.prompt_ids for p in batch.prompts] == wanted
-        fresh = raw_scores(run, run.reward, batch)
+        fresh = run.raw_scores(run.reward, batch)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
         assert fresh.blocks.keys() == batch.raw.blocks.keys()
         for name, x in fresh.blocks.items():
             assert x.allclose(batch.raw.blocks[name], 0, 0, equal_nan=True)
-    again = rows_of_equal_groups(batches[0].scores["score"], 4)
+    again = rows_of_equal_groups(batches[0].scores, 4)
     assert 0 < len(again) < 32
-    assert batches[1].again == len(again)
+    assert batches[1].sampled_again == len(again)
     noise = noise_of_step(run.args, 0, [run.positions[row] for row in again], times=1)  # of their places
-    with sampling_from(run, run.old_actor):
-        new = respond(run, [batches[0].prompts[row] for row in again], noise, run.args.temperature)
-    answers = batches[1].rollout.responses()
-    assert [answers[row] for row in again] == new.rollout.responses()
-    left = len(rows_of_equal_groups(batches[1].scores["score"], 4))
+    with run.engine.weights_of(run.models.old_actor):
+        new = run.engine.respond([batches[0].prompts[row] for row in again], noise, run.args.temperature)
+    answers = batches[1].responses()
+    assert [answers[row] for row in again] == new.responses()
+    left = len(rows_of_equal_groups(batches[1].scores, 4))
     assert 0 < left < len(again) or model
-    assert batches[9].again >= len(again) + left
+    assert batches[9].sampled_again >= len(again) + left
     for times in (1, 9):
-        assert len(rows_of_equal_groups(batches[times].scores["score"], 4)) <= left
-        before, after = (batches[n].rollout.responses() for n in (0, times))
+        assert len(rows_of_equal_groups(batches[times].scores, 4)) <= left
+        before, after = (batches[n].responses() for n in (0, times))
         for row in {*range(32)} - {*again}:
             assert before[row] == after[row]
             assert batches[times].texts[row] == batches[0].texts[row]

@@ -263,7 +263,7 @@ def test_the_line_of_a_step_comes_before_its_evaluation_and_its_row_after_it(fil
 
     lines = []
     monkeypatch.setattr(RunLogger, "say", lambda self, text: lines.extend(text.splitlines()))
-    monkeypatch.setattr(train_ppo, "evaluate_actor", evaluate)
+    monkeypatch.setattr(PpoRun, "evaluate", evaluate)
     train_ppo.main(argv_of(files, tmp_path, run_name="r", eval_interval=2))
     before = "  held out at step 0: score 1.000"
     at_two = [before, "step 1/4", "step 2/4"]
@@ -282,9 +282,7 @@ def test_the_times_say_what_they_count(files, tmp_path, monkeypatch, capsys):
     time.sleep(0.2)
     assert 0.15 < process_seconds() - since < 20
     runs = []
-    monkeypatch.setattr(
-        train_ppo, "evaluate_actor", lambda run: (runs.append(run), time.sleep(0.6), ({}, {}))[2]
-    )
+    monkeypatch.setattr(PpoRun, "evaluate", lambda run: (runs.append(run), time.sleep(0.6), ({}, {}))[2])
     train_ppo.main(argv_of(files, tmp_path, max_steps=1))
     run = runs[0]
     assert since < run.start_seconds < process_seconds()
