@@ -76,7 +76,7 @@ class Judge:
         count = len(self.prompts)
         found = {
             "score": total_scores(self.reward, self.prompts, texts, rollout.finished.tolist()).mean().item(),
-            "kl": losses.masked_sum(log_p - log_q, rollout.mask).item() / count,
+            "kl": losses.masked_sum(log_p - log_q, rollout.action_mask).item() / count,
             "length": rollout.response_len.float().mean().item(),
             "finished": rollout.finished.float().mean().item(),
         }

@@ -197,7 +197,7 @@ class Measure:
                 continue
             scored = (score_all(rollout, PolicyScorer(model))[0] for model in (policy, self.start))
             log_p, log_q = scored
-            found["KL a response"] = losses.masked_sum(log_p - log_q, rollout.mask).item() / len(ids)
+            found["KL a response"] = losses.masked_sum(log_p - log_q, rollout.action_mask).item() / len(ids)
         return {name: round(x, 4) for name, x in found.items()}
 
 

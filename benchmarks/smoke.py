@@ -109,7 +109,7 @@ def rollout_of_a_large_model(device):
     pack_sequences(model.base_model)
     scorer = PolicyScorer(model, dtype)
     scored, _ = score_all(rollout, scorer)
-    gap = ((scored - rollout.sampler_logprobs).abs() * rollout.mask).sum() / tokens
+    gap = ((scored - rollout.sampler_logprobs).abs() * rollout.action_mask).sum() / tokens
     return {"tokens/s": round(tokens / seconds), "sampler gap": f"{gap.item():.1e}"}
 
 

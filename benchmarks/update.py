@@ -42,7 +42,7 @@ def make_rollout(rows=64, seed=0, device="cpu", response=None, vocabulary=VOCABU
     for name in FLOATS:
         fields[name] = 0.1 * torch.randn(rows, int(response_len.max()))
     fields["importance_weights"] = torch.ones_like(fields["rewards"])
-    fields["counted"] = torch.ones_like(fields["rewards"], dtype=torch.bool)
+    fields["loss_mask"] = torch.ones_like(fields["rewards"], dtype=torch.bool)
     return Batch(**{name: x.to(device) for name, x in fields.items()})
 
 

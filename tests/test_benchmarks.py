@@ -124,7 +124,8 @@ def test_what_decoding_and_a_step_without_a_critic_need_by_hand(benchmark):
     rollout = SimpleNamespace(layout=Layout.of_responses([4, 4], [3, 2], torch.device("cpu")))
     for kl_coef, forwards in ((0.0, 3), (0.02, 4)):
         args = SimpleNamespace(num_generations=2, kl_coef=kl_coef)
-        ours = SimpleNamespace(run=SimpleNamespace(actor=model), args=args)
+        run = SimpleNamespace(models=SimpleNamespace(actor=model))
+        ours = SimpleNamespace(run=run, args=args)
         wanted = prompt + answers + forwards * (2 * prompt + answers)
         assert peers.operations(ours, rollout) == pytest.approx(wanted)
 

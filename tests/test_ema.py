@@ -20,7 +20,7 @@ def average_of(values, beta=0.5, first_batch=0):
     ema, found = Ema(learner, beta), []
     for batch, value in enumerate(values):
         model.weight.data.fill_(value)
-        ema.follow(batch)
+        ema.after_step(batch, None)
         found.append(ema.weights["weight"].item())
     return found, ema
 
@@ -31,7 +31,7 @@ def test_the_average_by_hand():
     assert average_of([9.0, 9.0, 1.0, 3.0], first_batch=2)[0][2:] == pytest.approx([1, 3.5 / 1.5])
     _, resumed = average_of([5.0])
     resumed.load_state_dict(average_of([1.0, 3.0])[1].state_dict())
-    resumed.follow(2)
+    resumed.after_step(2, None)
     assert resumed.weights["weight"].item() == pytest.approx(6.75 / 1.75)
 
 

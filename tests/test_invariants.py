@@ -22,12 +22,14 @@ from trainer.step_metrics import batch_metrics
 ALONE = World(0, 1, torch.device("cpu"))
 
 
-def make_run(files, **values):
-    """A Run as main builds it, with its prompts. None: a flag is left out."""
+def make_run(files, completed=None, **values):
+    """A Run as main builds it, with its prompts. None: a flag is left out. completed: {flag: a value that the
+    command line refuses here}."""
     sizes = {"batch_size": 16, "mini_batch_size": 8, "max_gen_len": 8, "critic_warmup_steps": 0}
     sizes |= {"max_steps": 4, "dtype": "float32"}  # the invariants are exact, or to 1e-6
     given = {name: value for name, value in {**files, **sizes, **values}.items() if value is not None}
-    run = PpoRun(train_ppo.parse_args(flags(**given)), ALONE)
+    args = train_ppo.parse_args(flags(**given)).completed(**completed or {})
+    run = PpoRun(args, ALONE)
     return run, run.data
 
 

@@ -14,17 +14,21 @@ from trainer.runs.health import Past, remedy_of
 
 def controller(target=2.0, horizon=40, responses=4, coef=0.1, every=1):
     args = SimpleNamespace(kl_coef=coef, kl_target=target, kl_horizon=horizon, update_old_actor_freq=every)
-    return KlTarget(args, Learner(None, None, peak=1.0, total_steps=400), responses)
+    args.batch_size = responses
+    return KlTarget(args, Learner(None, None, peak=1.0, total_steps=400), 1, lambda x: x)
 
 
-def follow(it, kls, batch=1, sum_over_processes=lambda x: x):
+def follow(it, kls, batch=1, sum_over_processes=None):
     """A batch of responses with these KLs, each in two tokens of which one is padding -> the weight."""
     kls = torch.tensor(kls)
     mask = torch.tensor([[True, True, False]] * len(kls))
     ref = torch.tensor([[-1.0, -2.0, 0.0]]).expand(len(kls), 3)
     old = ref + torch.stack([kls / 4, 3 * kls / 4, torch.full_like(kls, 1e9)], 1)
-    newest = SimpleNamespace(old_logprobs=old, ref_logprobs=ref, mask=mask, tokens=kls)
-    it.follow(batch, newest, sum_over_processes)
+    newest = SimpleNamespace(
+        old_logprobs=old, ref_logprobs=ref, action_mask=mask, newest=lambda count: newest
+    )
+    it.sum_over_processes = sum_over_processes or it.sum_over_processes
+    it.before_estimate(batch, newest)
     return it.coef
 
 

@@ -53,7 +53,7 @@ def test_without_an_evaluation_there_is_no_sampler(files):
     assert batch.texts == [item.response for item in items] and batch.prompts == items
     metrics, _ = take_step(run, 0, items)
     assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
-    assert metrics["perf/reward_seconds"] < 1e-3 < metrics["perf/rollout_seconds"]
+    assert 0 <= metrics["perf/reward_seconds"] < 1e-3 and metrics["perf/rollout_seconds"] > 0
     assert run.evaluate() == ({}, {})
     assert hasattr(make_run(files, epochs=9)[0], "engine")
 

@@ -9,9 +9,10 @@ from test_invariants import ALONE
 from tiny import tiny_llama
 
 from dataset.data_order import epoch_order, local_positions, minibatch_order
+from trainer.compute.batch import Batch
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
-from trainer.options.replay import FIELDS, Replay, newest_rows
+from trainer.options.replay import FIELDS, Replay
 from trainer.runs.distributed import World
 
 CPU = torch.device("cpu")
@@ -31,17 +32,17 @@ def same_rows(left, right):
     for name in ("prompt_len", "response_len", "finished", "scores"):
         assert getattr(left, name).equal(getattr(right, name)), name
     for name in ("sampler_logprobs", "ref_logprobs"):
-        assert getattr(left, name)[left.mask].equal(getattr(right, name)[right.mask]), name
+        assert getattr(left, name)[left.action_mask].equal(getattr(right, name)[right.action_mask]), name
 
 
 def test_the_last_batches_are_kept_and_stand_before_the_new_one():
     replay, batches = Replay(2, list(range(8)), ALONE), [rollout_of(seed) for seed in range(4)]
-    assert replay.join(batches[0]) is batches[0]
+    assert replay.with_older(batches[0]) is batches[0]
     for batch in batches[:3]:
         batch.outcomes = batch.sampler_logprobs  # made anew in every step
-        replay.keep(batch)
-    assert set(replay.kept.filled()) <= set(FIELDS)  # nothing else is read of them
-    joined = replay.join(batches[3])
+        replay.after_step(0, batch)
+    assert set(replay.kept.tensors()) <= set(FIELDS)  # nothing else is read of them
+    joined = replay.with_older(batches[3])
     for place, batch in enumerate(batches[1:]):
         same_rows(joined.rows(range(8 * place, 8 * place + 8)), batch)
 
@@ -57,20 +58,20 @@ def test_each_of_two_processes_keeps_the_global_batch_and_takes_its_rows_of_it()
 
     replays = [Replay(1, positions, Two(rank, 2, CPU)) for rank, positions in enumerate(mine)]
     for replay, positions in zip(replays, mine, strict=True):
-        replay.keep(whole.rows(positions))
-        same_rows(replay.join(rollout_of(2, 4)).rows(range(4)), whole.rows(positions))
+        replay.after_step(0, whole.rows(positions))
+        same_rows(replay.with_older(rollout_of(2, 4)).rows(range(4)), whole.rows(positions))
     alone = Replay(1, list(range(8)), ALONE)
     alone.load_state_dict(replays[0].state_dict())
-    same_rows(alone.join(rollout_of(2)).rows(range(8)), whole)
+    same_rows(alone.with_older(rollout_of(2)).rows(range(8)), whole)
 
 
 def test_what_a_checkpoint_keeps_restores_it():
     replay, restored = Replay(12, list(range(8)), ALONE), Replay(12, list(range(8)), ALONE)
     for seed in range(11):  # more than nine: numbers, not texts, are sorted
-        replay.keep(rollout_of(seed))
+        replay.after_step(0, rollout_of(seed))
     restored.load_state_dict(dict(sorted(replay.state_dict().items())))  # a file sorts them by their names
     new = rollout_of(12)
-    same_rows(restored.join(new), replay.join(new))
+    same_rows(restored.with_older(new), replay.with_older(new))
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,6 @@ def test_orders_by_hand_and_which_rows_are_the_newest():
     assert minibatch_order(3, 0, 4, 2, seed=5) == expected
     order = minibatch_order(9, 1, 4, 1, seed=0)
     assert [k // 4 for k in order] == [0, 1, 0, 1]
-    rollout = SimpleNamespace(tokens=range(5), rows=list)
-    assert newest_rows(rollout, 4) == [1, 2, 3, 4]
-    assert newest_rows(rollout, 5) is rollout
+    batch = SimpleNamespace(tokens=range(5), rows=list)
+    assert Batch.newest(batch, 4) == [1, 2, 3, 4]
+    assert Batch.newest(batch, 5) is batch

@@ -28,7 +28,6 @@ from trainer.compute.batching import pad_right
 from trainer.inputs import load_inputs
 from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.distributed import World
-from trainer.runs.optimizer_step import backward
 
 WORDS = list("abcdefgh")
 ALONE = World(0, 1, torch.device("cpu"))
@@ -79,7 +78,7 @@ def gradients_of(run, items, budget=4096):
     run.model.zero_grad()
     lengths = [run.tokens(x) for x in items]
     source = (lengths, lambda rows: run.loss([items[i] for i in rows], run.loss_counts(items)))
-    return backward(run, [source], budget).means(ALONE), gradients_in(run.model)
+    return run.updater.backward([source], budget).means(ALONE), gradients_in(run.model)
 
 
 def gradients_in(model):

@@ -2,7 +2,6 @@
 
 import random
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +14,10 @@ from trainer.compute.batch import Batch
 from trainer.compute.batching import Layout, micro_batches, pass_size
 from trainer.compute.precision import LossScale
 from trainer.compute.scoring import PolicyScorer, ValueScorer, load_balance_loss, prepare_training
+from trainer.runs.base import Progress
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import gradients_that_fit
+from trainer.runs.optimizer_step import Updater
 
 
 def make_rollout(count=7, seed=0):
@@ -56,14 +56,13 @@ def test_micro_batches_hold_each_row_once_within_the_budget_and_waste_little():
 def test_no_accumulation_step_holds_more_than_its_share_of_the_tokens(pieces):
     """However the lengths are mixed: --accumulation_steps is there to save memory."""
     lengths, cuts = [100] * 4 + [10] * 60, []
-    run = SimpleNamespace(progress=SimpleNamespace(token_budget=4096), optimizers={}, in_step=None)
-    run.loss_scale = LossScale(torch.float32)
+    updater = Updater(None, {}, LossScale(torch.float32), Progress(token_budget=4096), grad_clip=1.0)
 
     def loss_of(rows):
         cuts.append(sum(lengths[row] for row in rows))
         return torch.zeros((), requires_grad=True), Metrics()
 
-    gradients_that_fit(run, [(lengths, loss_of)], pieces)
+    updater.gradients([(lengths, loss_of)], pieces)
     assert max(cuts) <= 1000 / pieces
     assert len(cuts) == 1 if pieces == 1 else len(cuts) >= pieces
 
@@ -92,7 +91,7 @@ def test_a_micro_batch_never_waits_for_a_gpu(kl_in_reward, monkeypatch):
         prepare_training(backbone, 0)
     scorer, value_scorer = PolicyScorer(policy, learn_entropy=True), ValueScorer(critic)
     metrics, rollout = Metrics(), make_rollout()
-    rollout.counted = rollout.mask
+    rollout.loss_mask = rollout.action_mask
     rollout.layout  # noqa: B018
     gates = torch.randn(9, 4), torch.randn(9, 4)
     experts = Layout([4, 5])
@@ -103,12 +102,12 @@ def test_a_micro_batch_never_waits_for_a_gpu(kl_in_reward, monkeypatch):
         balance = load_balance_loss(gates, experts, 2)
         loss, info = losses.policy_loss(logprobs, mb, 0.2, 0.2, kl_in_reward=kl_in_reward, decay=0.9)
         loss = loss + 0.1 * losses.kl_loss(logprobs, mb)
-        entropy = losses.masked_sum(entropy, mb.mask)
+        entropy = losses.masked_sum(entropy, mb.action_mask)
         metrics.add_all({**info, "policy/entropy": entropy}, count)
         metrics.add("policy/balance_loss", balance, len(mb.tokens))
         (loss - 0.1 * entropy + balance).backward()
         loss, info = losses.value_loss(
-            value_scorer(mb.tokens, mb.layout)[0], mb.values, mb.returns, mb.mask, 0.5, 1.0
+            value_scorer(mb.tokens, mb.layout)[0], mb.values, mb.returns, mb.action_mask, 0.5, 1.0
         )
         metrics.add_all(info, count)
         loss.backward()

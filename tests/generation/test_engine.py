@@ -88,7 +88,7 @@ def gap(policy, dtype, prompts=PROMPTS):
     rollout = sampler.sample(prompts, noise_keys(7, 3, range(len(prompts))), [0], 10, 1.0)
     assert (sampler.copy.model.dtype, rollout.sampler_logprobs.dtype) == (dtype, torch.float32)
     scored, _ = score_all(rollout, PolicyScorer(policy))
-    return sampler, ((scored - rollout.sampler_logprobs).abs().sum() / rollout.mask.sum()).item()
+    return sampler, ((scored - rollout.sampler_logprobs).abs().sum() / rollout.action_mask.sum()).item()
 
 
 def test_log_probs_are_within_the_rounding_of_the_samplers_dtype_also_of_far_tokens():
@@ -140,8 +140,8 @@ def test_every_family_samples_and_scores_what_transformers_computes(name):
             exact = exact.gather(1, places[..., None].expand(-1, -1, VOCAB))
             tokens = rollout.tokens.gather(1, places + 1)
             for wanted in (rollout.sampler_logprobs, exact.gather(2, tokens[..., None]).squeeze(2)):
-                assert ((wanted - scored) * rollout.mask).abs().max() < 1e-3
-            assert temperature or (exact.argmax(-1) == tokens)[rollout.mask].all()
+                assert ((wanted - scored) * rollout.action_mask).abs().max() < 1e-3
+            assert temperature or (exact.argmax(-1) == tokens)[rollout.action_mask].all()
             ends = [response[-1] == 0 for response in rollout.responses()]
             assert rollout.finished.tolist() == ends
             assert all(len(x) == 10 or end for x, end in zip(rollout.responses(), ends, strict=True))

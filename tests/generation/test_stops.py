@@ -174,8 +174,8 @@ def test_whatever_ends_a_response_nothing_else_changes(model, wanted, slots, dev
             rollout = sampler.sample(prompts, keys, ENDS, 10, 1.0, least, stops)
             assert rollout.responses() == [cases[row][0] for row in rows]
             assert rollout.finished.tolist() == [cases[row][1] for row in rows]
-            assert rollout.sampler_logprobs.shape == rollout.mask.shape
-            assert (rollout.sampler_logprobs * ~rollout.mask == 0).all()
+            assert rollout.sampler_logprobs.shape == rollout.action_mask.shape
+            assert (rollout.sampler_logprobs * ~rollout.action_mask == 0).all()
             with torch.inference_mode():
                 sampler.engine.begun.fill_(1)  # what the last ones have left
         seen.append((min(len(ids) for ids, _ in cases), sum(finished for _, finished in cases)))

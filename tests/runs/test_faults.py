@@ -15,7 +15,7 @@ from tiny import WORDS, flags, load_weights, read_jsonl, word_tokenizer
 from errors import InputError
 from trainer import train_ppo
 from trainer.compute.memory import attempt, each_micro_batch
-from trainer.runs import optimizer_step
+from trainer.runs.optimizer_step import Updater
 from trainer.runs.signals import StopRequest
 
 RUN = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 4, "epochs": 9, "device": "cpu"}
@@ -179,15 +179,15 @@ def token_budget(run):
 
 
 def test_a_minibatch_that_does_not_fit_is_done_again_with_less_and_said(files, tmp_path, monkeypatch, capsys):
-    backward = optimizer_step.backward
+    backward = Updater.backward
     budgets = []
 
-    def cramped(run, sources, token_budget):
+    def cramped(updater, sources, token_budget):
         budgets.append(token_budget)
         full(budgets, len(budgets) if token_budget <= fits else 0)
-        return backward(run, sources, token_budget)
+        return backward(updater, sources, token_budget)
 
-    monkeypatch.setattr(optimizer_step, "backward", cramped)
+    monkeypatch.setattr(Updater, "backward", cramped)
     fits = 40
     train_ppo.main(argv_of(files, tmp_path, max_steps=2))
     assert "note: memory ran out in step 1; updates take fewer tokens at a time" in capsys.readouterr().out

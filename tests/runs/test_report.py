@@ -110,22 +110,23 @@ class Page(HTMLParser):
 
 def test_of_a_step_the_first_response_and_those_that_stand_out_are_kept_of_all_processes():
     def kept():
-        return [(row["kind"], row["response"]) for row in rows_of_step(run, batch)["samples.jsonl"]]
+        return [(row["kind"], row["response"]) for row in rows_of_step(batch, world)["samples.jsonl"]]
 
     lengths = torch.tensor([1, 2, 1, 3])
     batch = SimpleNamespace(
         prompts=[SimpleNamespace(prompt=f"p{n}") for n in range(4)],
         texts=[f"r{n}" for n in range(4)],
-        rollout=SimpleNamespace(response_len=lengths, finished=lengths < 3),
-        scores={"score": torch.tensor([1.0, 3.0, -2.0, 0.0]), "model": torch.tensor([0.1] * 4)},
+        response_len=lengths,
+        finished=lengths < 3,
+        parts={"score": torch.tensor([1.0, 3.0, -2.0, 0.0]), "model": torch.tensor([0.1] * 4)},
     )
-    run = SimpleNamespace(world=ALONE)
+    world = ALONE
     assert kept() == [("first", "r0"), ("best", "r1"), ("worst", "r2"), ("longest", "r3")]
     longest = {"prompt": "p3", "response": "r3", "length": 3, "finished": False, "kind": "longest"}
     longest["parts"] = {"score": 0.0, "model": pytest.approx(0.1)}
-    assert rows_of_step(run, batch)["samples.jsonl"][3] == longest
+    assert rows_of_step(batch, world)["samples.jsonl"][3] == longest
     far = {"prompt": "q", "response": "far", "parts": {"score": 9.0, "model": 0.0}, "length": 1}
-    run.world = SimpleNamespace(gather=lambda mine: [mine, [far]])
+    world = SimpleNamespace(gather=lambda mine: [mine, [far]])
     assert kept() == [("first", "r0"), ("best", "far"), ("worst", "r2"), ("longest", "r3")]
 
 

@@ -278,8 +278,8 @@ def test_a_checkpoint_of_an_older_version_lacks_moments_that_are_still_0_and_sta
     (older / checkpoints.SUMS).write_text("\n".join(checkpoints._checksums(older)))
     train_ppo.main([*argv, "--resume", "auto"])
     same_run(whole, tmp_path / "r", 4)
-    option = base.Kept()
-    option.kept = ("old", "new")
+    option = base.SavedAttributes()
+    option.saved = ("old", "new")
     option.old, option.new = 1, 2
     option.load_state_dict({"old": 5})
     assert option.state_dict() == {"old": 5, "new": 2}  # what it does not have stays as it begins
