@@ -14,27 +14,18 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k, dim=1).indices, 1.0)",
         ],
         "a pass has more than one token in any case": [
-            "def score_all(rollout: Batch, scorer: Scorer, token_budget: int=1, "
+            "def score_all(batch: Batch, scorer: Scorer, token_budget: int=1, "
             "**more: float) -> list[Tensor]:",
         ],
         "any row will do where there is none left": ["rows = index or [1]"],
     },
     "trainer/train_ppo.py": {
-        EXACTLY: ["stopped = 0 < run.args.target_kl <= total_kl / token_count"],
+        EXACTLY: ["stopped = 0 < args.target_kl <= total_kl / minibatch.tokens"],
         "whichever comes to the GPU first": [
-            "with run.models.host.on_device(run.models.reference, run.models.old_actor):"
+            "with models.host.on_device(models.reference, models.old_actor):"
         ],
         "what trains no more has no step to note": ["pass  # break"],
         "a share of 1 is all tokens": ["if args.entropy_top <= 1:", "if args.entropy_top < 2:"],
-    },
-    "trainer/value_scale.py": {
-        EXACTLY: [
-            "if not (informative and 0 < size < LARGEST):",
-            "if not (total[1] < LARGEST and error[1] <= LARGEST):",
-            "if not (total[1] <= LARGEST and error[1] < LARGEST):",
-            "far_off = error_std ** 2 >= MISLED * variance or spread ** 2 < SMALL * variance",
-            "far_off = error_std ** 2 > MISLED * variance or spread ** 2 <= SMALL * variance",
-        ]
     },
     "trainer/options/offline.py": {
         "for type checkers only": ["Logged = TypeVar('Logged', LoggedPairs, LoggedAnswers)"],
@@ -45,21 +36,30 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
     "trainer/options/missing_eos.py": {
         EXACTLY: ["penalty = UNKNOWN if found.std <= LEAST_SPREAD else float(f'{found.std:.2g}')"]
     },
-    "trainer/ppo.py": {
+    "trainer/advantages.py": {
         "float32 is the default": ["rewards = torch.zeros(mask.shape, device=mask.device)"],
         EXACTLY: [
             "return torch.where(differences.abs() <= ROUNDING * size, 0.0, differences)",
             "return (mean, 0.0 if std < ROUNDING * abs(mean) else std)",
+            "if not (informative and 0 < size < LARGEST):",
+            "if not (total[1] < LARGEST and error[1] <= LARGEST):",
+            "if not (total[1] <= LARGEST and error[1] < LARGEST):",
+            "far_off = error_std ** 2 >= MISLED * variance or spread ** 2 < SMALL * variance",
+            "far_off = error_std ** 2 > MISLED * variance or spread ** 2 <= SMALL * variance",
+        ],
+        "the last sum adds nothing": ["while n <= x.shape[1]:"],
+    },
+    "trainer/losses.py": {
+        EXACTLY: [
             "outside = (limited <= 1 - low) | (limited > 1 + high)",
             "outside = (limited < 1 - low) | (limited >= 1 + high)",
             "clipped = (change.abs() >= limit).float() * (clipped_error > error)",
             "clipped = (change.abs() > limit).float() * (clipped_error >= error)",
         ],
         "a square has no sign": ["_, k2, _ = kl_estimators(mb.ref_logprobs, logprobs)"],
-        "the last sum adds nothing": ["while n <= x.shape[1]:"],
         PADDING: [
-            "log_ratio = torch.where(mb.mask, logprobs - mb.old_logprobs, 1.0)",
-            "ratio = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 1.0).exp()",
+            "log_ratio = torch.where(mb.action_mask, logprobs - mb.old_logprobs, 1.0)",
+            "ratio = torch.where(mb.action_mask, logprobs.detach() - mb.old_logprobs, 1.0).exp()",
         ],
         "an advantage of 0 has no loss": [
             "per_token = torch.where(advantages <= 0, torch.min(per_token, -dual * advantages), per_token)"
@@ -102,10 +102,10 @@ HAND_WRITTEN = {
         ("x[kept:][kept - self.max_length :]", "x[kept : self.max_length]", "tests/rewards/test_rewards.py"),
         ("scores - self.offset", "scores + self.offset", "tests/rewards/test_rewards.py"),
     ],
-    "trainer/run.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
-    "trainer/options/best.py": [
-        ("{run.held_out.fingerprint} ", "", "tests/test_best.py"),
-        (" {run.judged_by}", "", "tests/test_best.py"),
+    "trainer/models.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
+    "trainer/run.py": [
+        ("{self.held_out.fingerprint} ", "", "tests/test_best.py"),
+        (" {self.judged_by}", "", "tests/test_best.py"),
     ],
     "trainer/rewards/combine.py": [
         (
@@ -128,18 +128,18 @@ HAND_WRITTEN = {
     ],
     "trainer/options/filter_groups.py": [
         ("batch.prompts[row] for row in rows", "batch.prompts[row] for row in rows[::-1]", SEVERAL),
-        ("run.positions[row] for row in rows", "run.positions[row] for row in rows[::-1]", SEVERAL),
+        ("[positions[row] for row in rows]", "[positions[row] for row in rows[::-1]]", SEVERAL),
         ('return scores["score"] if', 'return scores["score"].flip(0) if', SEVERAL),
     ],
     "trainer/options/offline.py": [
-        ("return Batch(answers,", "return Batch(answers[::-1],", "tests/test_offline.py")
+        ("batch.prompts = list(answers)", "batch.prompts = answers[::-1]", "tests/test_offline.py")
     ],
     "trainer/evaluation.py": [
         ("(places, prompts, answers,", "(places, prompts[::-1], answers,", EVALUATION),
         ("right[i : i + count]", "right[i // count :: len(right) // count]", EVALUATION),
     ],
     "trainer/rewards/rules.py": [("len(response.strip())", "len(response)", "tests/rewards/test_rules.py")],
-    "trainer/value_scale.py": [(', "last")', ")", "tests/test_value_scale.py")],
+    "trainer/advantages.py": [(', "last")', ")", "tests/test_value_scale.py")],
     "trainer/inputs.py": [
         ("warmup_steps >= steps", "warmup_steps > steps", "tests/test_inputs.py"),
         ("args.dual_clip <= 1", "args.dual_clip < 1", "tests/test_inputs.py"),
@@ -147,7 +147,7 @@ HAND_WRITTEN = {
     ],
     "trainer/runs/optimizer_step.py": [
         (
-            "run.progress.token_budget = budget",
+            "self.progress.token_budget = budget",
             "pass",
             "tests/runs/test_faults.py::test_a_minibatch_that_does_not_fit_is_done_again_with_less_and_said",
         )

@@ -39,7 +39,8 @@ NOTICED, UNNOTICED = "noticed", "NOT NOTICED"
 RECOMPUTED = "tests/test_whole_step.py::test_three_steps_equal_a_recomputation_in_plain_torch"
 PASSES = "tests/test_invariants.py::test_all_scoring_takes_micro_batches_as_large_as_those_of_updates"
 TESTS = {
-    "trainer/ppo.py": ["tests/test_ppo.py"],
+    "trainer/advantages.py": ["tests/test_ppo.py", "tests/test_value_scale.py"],
+    "trainer/losses.py": ["tests/test_ppo.py"],
     "trainer/train_ppo.py": [
         RECOMPUTED,
         "tests/test_ema.py::test_a_run_evaluates_and_saves_the_average",
@@ -57,7 +58,6 @@ TESTS = {
     "trainer/options/offline.py": ["tests/test_offline.py"],
     "trainer/options/ptx.py": ["tests/test_ptx.py", f"{RECOMPUTED}[experts]"],
     "trainer/options/replay.py": ["tests/test_replay.py"],
-    "trainer/value_scale.py": ["tests/test_value_scale.py"],
     "trainer/generation/sampling.py": ["tests/generation/test_sampling.py"],
     "trainer/compute/scoring.py": [
         "tests/compute/test_scoring.py",
