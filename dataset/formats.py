@@ -3,8 +3,9 @@
 A record is read by the first of these keys that it has, so a file may mix forms (examples: docs/data.md):
 
     prompt     PROMPTS, or instruction and input beside an output, or text
-    answer     ANSWERS, or the last turn of the prompt, or verl's reward_model.ground_truth (to compare with);
-               to compare with, a list is several right answers
+    answer     ANSWERS, or the last turn of the prompt; to compare with also verl's reward_model.ground_truth
+               or MiniMind's gt, and a list is several right answers
+    tools      tools, functions, or tools in a turn
     pairs      chosen, rejected; rated answers: score beside an answer
 
 What fits no form raises ``InputError``; ``located`` in record_files.py puts file and line before it.
@@ -26,6 +27,7 @@ Record = dict[str, Any]
 Messages = list[dict[str, str]]  # {"role", "content"}
 Asked = Messages | str  # a prompt; a transcript stays text up to its last "Assistant:"
 Answered = tuple[Asked, str]
+Tools = list[dict[str, Any]]  # JSON schemas, as OpenAI has them
 Parted = tuple[Asked, str | None]  # a prompt and its answer, if there is one
 
 NAMED_PROMPT, NAMED_ANSWER = "--prompt_key", "--answer_key"  # where ``named`` puts them; no file has these
@@ -46,16 +48,35 @@ ROLE_NAMES = {  # in small letters
     "model": "assistant",  # Gemma's
     "system": "system",
     "developer": "system",  # OpenAI's newer name
+    "tool": "tool",  # what a tool gives back
+    "tool_response": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",  # Llama's
+    "tool_call": "assistant",
+    "function_call": "assistant",
 }
-TOOL_ROLES = ("tool", "function", "function_call", "observation")  # of a call of a tool or its result
+CALL_ROLES = ("tool_call", "function_call")  # the text of such a turn is calls of tools as JSON
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the names of a turn's thought
 SPEAKS = re.compile("\n\n(Human|Assistant): ?")  # in transcripts (HH-RLHF)
 TURNS_AS_TEXT = re.compile(r'\s*\[\s*{\s*"(role|from|content|value)"')  # as tables keep conversations
 REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
 
 
-class NotLearned(str):
-    """What is said in a turn with "weight": 0 (OpenAI's): for ``SFTDataset`` context only, for all others a
-    text as any."""
+class Said(str):
+    """The text of a turn, with its thought and its calls of tools in words. ``fields``: how the record has
+    these, and the text without them ("content"), for templates that read them. ``learned``: False for a turn
+    with "weight": 0 (OpenAI's), which ``SFTDataset`` takes for context."""
+
+    fields: dict[str, Any]
+    learned: bool
+
+    def __new__(cls, text: str, fields: dict[str, Any] | None = None, learned: bool = True) -> "Said":
+        said = text if isinstance(text, Said) else super().__new__(cls, text)
+        if said is not text:
+            said.fields = fields or {}
+            said.learned = learned
+        return said
 
 
 @dataclass(frozen=True)
@@ -99,8 +120,9 @@ def named(record: Record, keys: Keys) -> Record:
 def to_prompt(record: Record) -> tuple[Asked, Answer | None]:
     """A record of any form -> (prompt, answer or None). Raises InputError.
 
-    The answer of verl's records is the ground truth. Of a solution that ends with "#### 72", as GSM8K's do,
-    the answer is "72". Each text of a list is right; an empty list is no answer.
+    The answer of verl's records is the ground truth, of MiniMind's with tools gt. Of a solution that ends
+    with "#### 72", as GSM8K's do, the answer is "72". Each text of a list is right; an empty list is
+    no answer.
     """
     said = _first(record, ANSWERS)
     is_list = isinstance(said, list) and not _is_turns(said)
@@ -109,7 +131,7 @@ def to_prompt(record: Record) -> tuple[Asked, Answer | None]:
     prompt, answer = _prompt_and_answer(record)
     accepted = said if is_list and said else [answer]
     match record:
-        case {"reward_model": {"ground_truth": truth}} if accepted == [None]:
+        case {"reward_model": {"ground_truth": truth}} | {"gt": truth} if accepted == [None]:
             accepted = truth if isinstance(truth, list) else [truth]
     texts = [without_solution(_as_text(text)) for text in accepted if text not in (None, "")]
     return prompt, texts[0] if len(texts) == 1 else texts or None
@@ -124,7 +146,7 @@ def to_demonstration(record: Record) -> tuple[Asked | None, str]:
     if isinstance(prompt, str) and prompt == record.get("text") and not is_transcript(prompt):
         return None, prompt
     raise InputError(
-        f"no answer to learn from (a call of a tool is none); {keys_found(record)}: end it with the "
+        f"no answer to learn from (the result of a tool is none); {keys_found(record)}: end it with the "
         "assistant's turn, or name the answer with --answer_key"
     )
 
@@ -214,7 +236,7 @@ def _as_text(answer: Any) -> str:
                 f"an answer is a list of {len(answer)} texts, where one is needed; write one in each line"
             )
         return _as_text(answer[0])
-    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+    return answer if isinstance(answer, str) else _as_json(answer)
 
 
 def _prompt_and_answer(record: Record) -> Parted:
@@ -278,47 +300,100 @@ def _number(name: str, value: Any) -> float:
 
 
 def as_messages(turns: Any) -> Messages:
-    """A list of turns, {"role", "content"} or {"from", "value"}, -> messages without the turns of tools. A
-    turn without a role is the user's, behind one of the user's the assistant's. A content is text, or
-    OpenAI's list of text parts. Raises InputError."""
+    """A list of turns, {"role", "content"} or {"from", "value"}, -> messages. A turn without a role is the
+    user's, behind one of the user's the assistant's. A content is text, or OpenAI's list of text parts; what
+    a tool gives back may be any JSON. Raises InputError."""
     messages: Messages = []
     for i, turn in enumerate(turns if isinstance(turns, list) else []):
         turn = turn if isinstance(turn, dict) else {}
         after_user = messages and messages[-1]["role"] == "user"
-        role: Any = turn.get("role", turn.get("from", "assistant" if after_user else "user"))
-        if _is_of_tool(turn):
-            continue
+        given: Any = turn.get("role", turn.get("from", "assistant" if after_user else "user"))
+        name = given.lower().replace("-", "_") if isinstance(given, str) else ""
+        role = ROLE_NAMES.get(name, given)
         content = turn.get("content", turn.get("value"))
+        called = _from_json(turn.get("tool_calls") or turn.get("function_call"))
+        calls = calls_in(called)
+        if called and not calls:
+            raise InputError(f'turn {i + 1} of the conversation has "tool_calls" of which one has no "name"')
+        if name in CALL_ROLES and (found := calls_in(content)):
+            calls = found
+            content = ""
+        if content is None and (calls or role == "tool"):
+            content = ""
         parts = content if isinstance(content, list) else [{"text": content}]
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]
+        if role == "tool" and not all(isinstance(text, str) for text in texts):
+            texts = [_as_json(content)]
         if not all(isinstance(text, str) for text in (role, *texts)):
             raise InputError(
                 f'turn {i + 1} of the conversation has no text "content", or a "role" that is no text; only '
                 "text can be read"
             )
-        said = "".join(texts)
-        if thought := turn.get("reasoning_content"):
-            said = f"<think>\n{str(thought).strip()}\n</think>\n\n{said}"  # as Qwen3's template writes it
-        said = NotLearned(said) if turn.get("weight") == 0 else said
-        messages.append({"role": ROLE_NAMES.get(role.lower(), role), "content": said})
+        text = "".join(texts)
+        thought = _first(turn, THOUGHTS) if "</think>" not in text else None
+        fields = {name: turn[name] for name in ("name", "tool_call_id", "tools") if turn.get(name)}
+        fields |= {"content": text} if thought or calls else {}
+        fields |= {"thought": str(thought).strip()} if thought else {}
+        fields |= {"tool_calls": calls} if calls else {}
+        words = in_words(text, fields.get("thought", ""), calls)
+        messages.append({"role": role, "content": Said(words, fields, learned=turn.get("weight") != 0)})
     if not messages:
-        raise InputError(
-            'a conversation must be text or a list of {"role", "content"} turns, not empty, and not only of '
-            "tools"
-        )
+        raise InputError('a conversation must be text or a list of {"role", "content"} turns, not empty')
     return messages
 
 
-def _is_of_tool(turn: Record) -> bool:
-    """Does the turn call a tool or hold its result?"""
-    role = turn.get("role", turn.get("from"))
-    return role in TOOL_ROLES or bool(turn.get("tool_calls") or turn.get("function_call"))
+def calls_in(found: Any) -> Tools:
+    """Calls of tools -> as OpenAI has them, with their arguments as JSON objects; [] for what is none."""
+    found = _from_json(found)
+    calls: Tools = []
+    for call in found if isinstance(found, list) else [found]:
+        call = _from_json(call)
+        match call:
+            case {"name": str(name), **more} | {"function": {"name": str(name), **more}}:
+                arguments = _from_json(more.get("arguments", more.get("parameters", {})))
+                number = {"id": call["id"]} if call.get("id") else {}
+                function = {"name": name, "arguments": arguments}
+                calls.append({**number, "type": "function", "function": function})
+            case _:
+                return []
+    return calls
 
 
-def has_tools(record: Record) -> bool:
-    """Are there tools or turns of tools, which are left out?"""
-    turns = _first(record, ("messages", "conversations", "prompt"))
-    return "tools" in record or (_is_turns(turns) and any(map(_is_of_tool, turns)))
+def in_words(text: str, thought: str = "", tool_calls: Tools | None = None) -> str:
+    """The text of a turn, with a thought before it and calls of tools behind it, as Qwen's templates do."""
+    calls = [f"<tool_call>\n{_as_json(call['function'])}\n</tool_call>" for call in tool_calls or []]
+    said = "\n".join([text, *calls] if text else calls)
+    return f"<think>\n{thought}\n</think>\n\n{said}" if thought else said
+
+
+def tools_of(record: Record, prompt: Asked | None) -> Tools:
+    """The tools of a record: its own, or those in a turn of its prompt. Raises InputError."""
+    turns = prompt if isinstance(prompt, list) else []
+    places = [record.get("tools"), record.get("functions")]
+    places += [Said(turn["content"]).fields.get("tools") for turn in turns]
+    found: Any = next(filter(None, map(_from_json, places)), [])
+    tools: list[Any] = [_from_json(tool) for tool in found] if isinstance(found, list) else [None]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise InputError(
+            '"tools" (or "functions") must be a list of JSON objects; correct it or delete the key'
+        )
+    return [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
+
+
+def only_has_tools(message: dict[str, str]) -> bool:
+    """Does the turn say nothing, and only carry the record's tools?"""
+    return not message["content"] and "tools" in Said(message["content"]).fields
+
+
+def _from_json(value: Any) -> Any:
+    """What a text has as JSON; anything else as it is."""
+    with suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def is_transcript(prompt: Asked) -> bool:
@@ -347,9 +422,11 @@ def to_messages(prompt: Asked) -> Messages:
 
 def add_system(prompt: Asked, system_prompt: str) -> Asked:
     """The prompt with a system message first, unless it has one or ``system_prompt`` is empty."""
-    messages = to_messages(prompt)
-    if not system_prompt or messages[0]["role"] == "system":
+    first, *others = messages = to_messages(prompt)
+    if not system_prompt or (first["role"] == "system" and not only_has_tools(first)):
         return prompt
+    if first["role"] == "system":
+        return [{"role": "system", "content": Said(system_prompt, Said(first["content"]).fields)}, *others]
     return [{"role": "system", "content": system_prompt}, *messages]
 
 

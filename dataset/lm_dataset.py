@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
+from dataclasses import field as field_of
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -22,20 +23,32 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dataset.answers import Answer, comparable, is_formula
-from dataset.chat_template import Ids, Thinking, conversation_ids, encode, learned_pieces, prompt_text, unmark
+from dataset.chat_template import (
+    Ids,
+    Thinking,
+    conversation_ids,
+    encode,
+    learned_pieces,
+    prompt_text,
+    spellings,
+    takes_tools,
+    unmark,
+)
 from dataset.formats import (
     BY_FORM,
     Asked,
     Keys,
     Record,
+    Tools,
     add_system,
-    has_tools,
     is_pair,
     named,
     to_demonstration,
+    to_messages,
     to_pair,
     to_prompt,
     to_rated,
+    tools_of,
 )
 from dataset.record_files import located, open_records
 from errors import InputError
@@ -54,8 +67,7 @@ class RecordDataset(Dataset[Item], ABC):
     """The base of all datasets here: items by number, made from records. Raises InputError for a bad file, a
     bad record among those read, or if all of these are too long. ``read``, ``dropped``: how many items were
     read at the start, and how many of these were too long; ``longest``: upper limit of an item's tokens;
-    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read;
-    ``tools``: whether one has tools."""
+    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read."""
 
     path: str | Path
     tokenizer: PreTrainedTokenizerBase
@@ -69,7 +81,8 @@ class RecordDataset(Dataset[Item], ABC):
     def __post_init__(self) -> None:
         self.records = open_records(self.path)
         self.columns: dict[str, None] = {}
-        self.tools = False
+        self.has_tools = False  # whether a record read has some, or turns of tools
+        self.lists_tools = False
         with located(self.records, 0):
             first = named(self.records[0], self.keys)
         self.pairs = is_pair(first) or "score" not in first  # and not rated answers
@@ -116,8 +129,26 @@ class RecordDataset(Dataset[Item], ABC):
         with located(self.records, number):
             record = self.records[number]
             self.columns |= dict.fromkeys(record)
-            self.tools |= has_tools(record)
             return self.item(i, record)
+
+    def tools(self, record: Record, prompt: Asked) -> Tools:
+        """The tools of a record. Raises InputError."""
+        found = tools_of(record, prompt)
+        self.lists_tools |= bool(found)
+        self.has_tools |= bool(found) or any(turn["role"] == "tool" for turn in to_messages(prompt))
+        return found
+
+    def notes(self) -> list[str]:
+        """What is to be said of the records that were read at the start."""
+        notes = []
+        if self.has_tools:
+            shown = "shown as the chat template writes it"
+            if not takes_tools(self.tokenizer):
+                shown = "not shown, as the chat template has no place for it"
+            notes.append("no tool is run" + f", and the list of tools is {shown}" * self.lists_tools)
+        if self.records.left_out:
+            notes.append(f"by name or kind not of its split train and not read: {self.records.left_out}")
+        return notes
 
     def ids(self, text: str, after: str = "") -> Ids:
         """The token ids of a marked text. after: as in ``encode``."""
@@ -167,7 +198,7 @@ class RecordDataset(Dataset[Item], ABC):
 
 def _hashed(prompt: "Prompt") -> Record:
     """What of a Prompt goes into the fingerprint: what is trained on, and not the rest of its record."""
-    return {name: value for name, value in vars(prompt).items() if name not in ("record", "text")}
+    return {name: value for name, value in vars(prompt).items() if name not in ("record", "text", "tools")}
 
 
 # ---------------------------------------------------------------- prompts for PPO
@@ -177,7 +208,7 @@ def _hashed(prompt: "Prompt") -> Record:
 class Prompt:
     """One prompt. ``index``: the number of its record. ``answer``: for evaluation and reward functions; its
     text is never trained on. ``prompt_ids``: token ids up to the assistant's turn, ``text``: the same as
-    text. ``record``: the record as the file has it, for reward functions."""
+    text. ``record``: the record as the file has it, for reward functions. ``tools``: those of the record."""
 
     index: int
     prompt: Asked  # reward models apply their own templates
@@ -185,6 +216,7 @@ class Prompt:
     prompt_ids: Ids
     record: Record
     text: str
+    tools: Tools = field_of(default_factory=list, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -218,8 +250,9 @@ class RLAIFDataset(RecordDataset[Prompt]):
     def item(self, i: int, record: Record) -> Prompt:
         prompt, answer = to_prompt(named(record, self.keys))
         prompt = add_system(prompt, self.system_prompt)
+        tools = self.tools(record, prompt)
         switches = self.thinking(i) if self.thinking else {}
-        text = prompt_text(self.tokenizer, prompt, **switches)
+        text = prompt_text(self.tokenizer, prompt, tools, **switches)
         return Prompt(
             index=i,
             prompt=prompt,
@@ -227,6 +260,7 @@ class RLAIFDataset(RecordDataset[Prompt]):
             prompt_ids=self.ids(text),
             record=record,
             text=unmark(text),
+            tools=tools,
         )
 
     def length(self, item: Prompt) -> int:
@@ -237,31 +271,88 @@ class RLAIFDataset(RecordDataset[Prompt]):
 
 
 class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
-    """Demonstrations. Items (token ids, loss mask). The mask is 1 on what the assistant says, its end of turn
-    included, but for ``NotLearned``. In a record that is only a text, it is 1 on all but the first token.
+    """Demonstrations. Items (token ids, loss mask). The mask is 1 on what the assistant says up to the token
+    that ends its turn, but for turns with "weight": 0, and those that a template rewrites once others follow.
+    In a record that is only a text, it is 1 on all but the first token.
 
     Prompt and answer are tokenised separately, as they are when the model generates, so no token covers the
     end of one and the start of the other.
     """
 
+    ends: list[int] | None = None  # the ids that end a response of the policy; None: not yet known
+    endless = False  # whether the template ends an answer with no token of its own
+
+    def __post_init__(self) -> None:
+        self.kinds: dict[frozenset[int], int] = {}  # {special tokens in what is learned: number of an item}
+        self.rewritten: dict[
+            int, int
+        ] = {}  # {number of an item: turns of the assistant that are context only}
+        super().__post_init__()
+
     def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
+        tokenizer = self.tokenizer
         prompt, answer = to_demonstration(named(record, self.keys))
         prompt = prompt and add_system(prompt, self.system_prompt)
-        eos = self.tokenizer.eos_token_id
+        tools = self.tools(record, prompt) if prompt else []
+        pieces = learned_pieces(tokenizer, prompt, answer, tools)
+        if prompt and tokenizer.chat_template:
+            turns = 1 + sum(turn["role"] == "assistant" for turn in to_messages(prompt))
+            self.rewritten[i] = turns - len(pieces) // 2
         ids: Ids = []
         mask: Ids = []
         before = ""
-        for text, learned in learned_pieces(self.tokenizer, prompt, answer):
+        for number, (text, learned) in enumerate(pieces):
             row = self.ids(text, before)
-            # After the last EOS a template may write a newline, which the model never has to.
-            behind = row[::-1].index(eos) if eos in row else 0
-            mask += [int(learned)] * (len(row) - behind) + [0] * behind
+            counted = 0
+            if learned:
+                ending = frozenset(spellings(tokenizer)[1].intersection(row))
+                self.kinds.setdefault(ending, i)
+                if not ending and number == len(pieces) - 1:
+                    row.append(tokenizer.eos_token_id)
+                    self.endless = True
+                counted = self.up_to_end(row, ending)
+            mask += [1] * counted + [0] * (len(row) - counted)
             ids += row
             before += text
         if not any(mask):
             raise InputError('no answer to learn from: its "weight" is 0; delete the line')
         mask[0] = 0  # nothing comes before the first token of a text
         return ids, mask
+
+    def up_to_end(self, row: Ids, ending: frozenset[int]) -> int:
+        """How many tokens of an answer are learned: none behind the one that ends it, such as a newline of
+        the template's. ending: its special tokens. Raises InputError if PPO would end at none of these."""
+        ends = self.ends or [self.tokenizer.eos_token_id]
+        places = [place for place, token in enumerate(row) if token in ends]
+        if self.ends and ending and not places:
+            raise InputError(
+                "the chat template does not end answers with the tokenizer's EOS, "
+                f"{self.tokenizer.eos_token}: set eos_token in tokenizer_config.json to the token that ends "
+                "a turn, or give another --prompt_template"
+            )
+        # Phi-3's template writes <|end|>, a newline and one more EOS.
+        while places[1:] and not str(self.tokenizer.decode(row[places[-2] + 1 : places[-1]])).strip():
+            places.pop()
+        return places[-1] + 1 if places else len(row)
+
+    def end_at(self, ends: list[int]) -> None:
+        """From now on answers end at these ids, as in PPO. Raises InputError if those of a record end at
+        another token."""
+        self.ends = ends
+        for i in self.kinds.values():
+            self.make(i)
+
+    def notes(self) -> list[str]:
+        notes = super().notes()
+        if self.endless:
+            eos = self.tokenizer.eos_token
+            notes.append(f"the chat template ends no answer; {eos} is put behind the last one, and learned")
+        if turns := sum(self.rewritten.values()):
+            notes.append(
+                f"{turns} turns of the assistant are not learned, as the chat template writes them in another "
+                "way once more turns follow; a --prompt_template for training may not"
+            )
+        return notes
 
 
 # ---------------------------------------------------------------- preferences (stage 2)
@@ -275,6 +366,7 @@ class PreferenceDataset(RecordDataset[Judged]):
         record = named(record, self.keys)
         sides, given = to_pair(record) if self.pairs else to_rated(record)
         whole = [(add_system(prompt, self.system_prompt), response) for prompt, response in sides]
+        self.tools(record, whole[0][0])
         found = conversation_ids(self.tokenizer, whole)
         if not all(found):
             raise InputError("prompt and answer have no tokens; fill them in or delete the line")
@@ -315,7 +407,8 @@ class LoggedRecords(RecordDataset[Item]):
             score = (CHOSEN, REJECTED)[side]
         prompt, response = sides[side]
         prompt = add_system(prompt, self.system_prompt)
-        *context, (said, _) = learned_pieces(self.tokenizer, prompt, response)
+        tools = self.tools(record, prompt)
+        *context, (said, _) = learned_pieces(self.tokenizer, prompt, response, tools)
         before = "".join(text for text, _ in context)
         ids = self.ids(said, before)
         ends = [place for place, token in enumerate(ids) if token in self.eos]
@@ -333,6 +426,7 @@ class LoggedRecords(RecordDataset[Item]):
             text=unmark(before),
             response=response,
             response_ids=ids[: ends[0] + 1],
+            tools=tools,
             score=score,
         )
 

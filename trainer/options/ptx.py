@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.data_order import global_batch
 from dataset.lm_dataset import SFTDataset
-from model.loading import check_ends, most_positions
+from model.loading import eos_ids, most_positions
 from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
@@ -81,5 +81,5 @@ def load_ptx(
         return None
     longest = min(args.max_seq_len + args.max_gen_len, most_positions(actor.config))
     data = Demonstrations(args.ptx_data_path, tokenizer, longest, args.system_prompt)
-    check_ends(data[0], tokenizer, actor)
+    data.end_at(eos_ids(tokenizer, actor))
     return Ptx(data, args.ptx_coef, args.seed, per_batch, args.mini_batch_size * world.size, world)
