@@ -76,6 +76,7 @@ class RecordDataset(Dataset[Item], ABC):
     keys: Keys = BY_FORM  # those that the user named
 
     limits = "--max_seq_len"  # the flags that say how long an item may be
+    shows_tools = True  # to the model that reads the items
     by_answer = False  # whether each answer of a pair is an item, and not the pair
 
     def __post_init__(self) -> None:
@@ -143,7 +144,9 @@ class RecordDataset(Dataset[Item], ABC):
         notes = []
         if self.has_tools:
             shown = "shown as the chat template writes it"
-            if not takes_tools(self.tokenizer):
+            if not self.shows_tools:
+                shown = "not shown to reward models"
+            elif not takes_tools(self.tokenizer):
                 shown = "not shown, as the chat template has no place for it"
             notes.append("no tool is run" + f", and the list of tools is {shown}" * self.lists_tools)
         if self.records.left_out:
@@ -284,9 +287,7 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
 
     def __post_init__(self) -> None:
         self.kinds: dict[frozenset[int], int] = {}  # {special tokens in what is learned: number of an item}
-        self.rewritten: dict[
-            int, int
-        ] = {}  # {number of an item: turns of the assistant that are context only}
+        self.rewritten: dict[int, int] = {}  # {number of an item: turns that are context only}
         super().__post_init__()
 
     def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
@@ -349,8 +350,8 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
             notes.append(f"the chat template ends no answer; {eos} is put behind the last one, and learned")
         if turns := sum(self.rewritten.values()):
             notes.append(
-                f"{turns} turns of the assistant are not learned, as the chat template writes them in another "
-                "way once more turns follow; a --prompt_template for training may not"
+                f"turns of the assistant that are context only: {turns}, as the chat template writes them in "
+                "another way once more turns follow; give a --prompt_template that does not, to learn them"
             )
         return notes
 
@@ -361,6 +362,8 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
 class PreferenceDataset(RecordDataset[Judged]):
     """Pairs: items (chosen ids, rejected ids, margin), the margin 0.0 if the record has none; or rated
     answers: items (conversation ids, score). The token ids are those that the reward model reads in PPO."""
+
+    shows_tools = False
 
     def item(self, i: int, record: Record) -> Judged:
         record = named(record, self.keys)
