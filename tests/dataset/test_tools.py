@@ -207,6 +207,14 @@ def test_what_a_template_leaves_out_is_refused_in_every_stage(chat, jsonl):
     for template in (PHI, drops):
         for kind in (SFTDataset, RLAIFDataset):
             tiny.refused(says, kind, jsonl({"messages": TALK}), with_template(chat, template), 2000)
+    seldom = with_template(chat, QWEN.replace("m.tool_calls or []", "(m.tool_calls or []) if not m.content"))
+    says = "jsonl:1: the chat template changes the answer or leaves out a part"
+    turns = [U, tiny.assistant("So:", tool_calls=[CALL]), RESULT, A]
+    for tools in ([TOOL], []):  # with them the name is in the text anyway
+        says = says if tools else "leaves out calls"
+        tiny.refused(says, SFTDataset, jsonl({"messages": turns, "tools": tools}), seldom, 2000)
+    quoted = [U, CALLED, RESULT | {"content": 'the "sum":\n5'}, A]
+    assert len(SFTDataset(jsonl({"messages": quoted}), with_template(chat, LLAMA), 2000)) == 1
     nameless = [U, tiny.assistant("So:", tool_calls=[{"arguments": {}}]), RESULT, A]
     tiny.refused('turn 2 .*no "name"', SFTDataset, jsonl({"messages": nameless}), chat, 2000)
 
@@ -219,6 +227,7 @@ def test_special_tokens_in_tools_calls_and_results_are_text(chat, jsonl):
         turns = [U, tiny.assistant("", tool_calls=[{"function": function}]), RESULT | {"content": text}, A]
         record = {"messages": turns, "tools": [{"function": {"name": "sum", "description": text}}]}
         (item,) = SFTDataset(jsonl(record), tokenizer, 2000)
+        assert RLAIFDataset(jsonl(record), tokenizer, 2000)[0].prompt_ids.count(tokenizer.eos_token_id) == 4
         ends = item[0].count(tokenizer.eos_token_id)
         assert tokenizer.decode(item[0]).count(text) == 4 + ends * (text == tokenizer.eos_token)
         return ends
@@ -270,11 +279,13 @@ def test_a_thought_is_learned_as_the_template_writes_it(chat, jsonl):
         assert learned(chat, SFTDataset(path, chat, 2000)[0])[0] == f"{text}<|im_end|>"
 
 
-def test_a_template_that_would_write_two_thoughts_is_refused(chat, jsonl):
+def test_a_template_that_would_write_two_thoughts_or_none_is_refused(chat, jsonl):
     path = jsonl({"messages": [U, tiny.assistant("<think>\nso\n</think>\n\n5")]})
-    tiny.refused(
-        "1: the chat template changes the answer", SFTDataset, path, with_template(chat, READS), 2000
-    )
+    says = "jsonl:1: the chat template changes the answer or leaves out a part, such as a thought"
+    tiny.refused(says, SFTDataset, path, with_template(chat, READS), 2000)
+    path = jsonl({"messages": [U, tiny.assistant("5", reasoning_content="so")]})
+    seldom = with_template(chat, READS.replace("m.reasoning_content or ''", "m.reasoning_content if m.x"))
+    tiny.refused(says, SFTDataset, path, seldom, 2000)
 
 
 # ---------------------------------------------------------------- the ends of answers
