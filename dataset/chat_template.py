@@ -31,12 +31,11 @@ from dataset.formats import (
     Answered,
     Asked,
     Messages,
-    Said,
     Tools,
     in_words,
     is_transcript,
-    only_has_tools,
     to_messages,
+    turn_of,
 )
 from errors import InputError
 from model.loading import as_input_error
@@ -199,35 +198,31 @@ ONE_DAY = SimpleNamespace(now=lambda: datetime(2026, 1, 1))
 def for_tokenizer(tokenizer: PreTrainedTokenizerBase, prompt: Asked) -> str | list[Turn]:
     """A prompt -> messages if the tokenizer has a chat template, otherwise one text. Texts are marked: all
     text of users and models comes in here, in ``conversation_text`` or in ``learned_pieces``."""
-    messages = to_messages(prompt)
-    if only_has_tools(messages[0]) and not takes_tools(tokenizer):
-        prompt = messages = messages[1:]
     if tokenizer.chat_template is None:
         text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
         return mark_special(tokenizer, text)
-    return [as_turn(tokenizer, **message) for message in messages]
+    return [as_turn(tokenizer, **message) for message in to_messages(prompt)]
 
 
 def as_turn(tokenizer: PreTrainedTokenizerBase, role: str, content: str) -> Turn:
     """A message as the chat template reads it, marked: thought and calls of tools beside the text if it reads
     them there, otherwise in words; the result of a tool without the tags that the template writes itself."""
-    said = Said(content)
-    fields = dict(said.fields)
-    text = fields.pop("content", str(said))
-    thought = fields.pop("thought", "")
-    calls = fields.pop("tool_calls", [])
-    fields.pop("tools", None)
-    if thought and (names := [name for name in THOUGHTS if reads_field(tokenizer, name)]):
-        fields[names[0]] = thought
-        thought = ""
+    turn = turn_of(content)
+    thought = turn.get("thought", "")
+    calls = turn.get("tool_calls", [])
+    more = {}
+    for name in THOUGHTS:
+        if thought and reads_field(tokenizer, name):
+            more[name] = thought
+            thought = ""
     if calls and reads_field(tokenizer, "tool_calls"):
-        fields["tool_calls"] = calls
+        more["tool_calls"] = calls
         calls = []
-    text = in_words(text, thought, calls)
+    text = in_words(turn["content"], thought, calls)
     if role == "tool" and "tool_response" in str(tokenizer.chat_template):
         text = text.strip().removeprefix(RESULT[0]).removesuffix(RESULT[1]).strip()
     role = role if role in ROLES else mark_special(tokenizer, role)
-    return {"role": role, "content": mark_special(tokenizer, text), **mark_all(tokenizer, fields)}
+    return {"role": role, **mark_all(tokenizer, {"content": text, **more})}
 
 
 def render(
@@ -276,15 +271,6 @@ def is_in(part: str, text: str) -> bool:
 def reads_field(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
     """Does the chat template read this field of a message?"""
     return bool(re.search(rf"[.'\"]{name}\b", str(tokenizer.chat_template)))
-
-
-def takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Does the chat template write the tools that it is given?"""
-    function = {"name": MARK, "description": MARK, "parameters": {"type": "object", "properties": {}}}
-    tools = [{"type": "function", "function": function}]
-    return tokenizer.chat_template is not None and MARK in render(
-        tokenizer, to_messages("question"), tools=tools
-    )
 
 
 def encode(
@@ -336,16 +322,16 @@ def learned_pieces(
         raise InputError(f"the tokenizer {tokenizer.name_or_path} has no EOS token to end answers with")
     if prompt is None:
         return [(mark_special(tokenizer, answer) + eos, True)]
-    asked = for_tokenizer(tokenizer, prompt)
-    if isinstance(asked, str):
-        return [(asked, False), (mark_special(tokenizer, answer) + eos, Said(answer).learned)]
-    turns = [*asked, as_turn(tokenizer, "assistant", answer)]
-    texts = [*(turn["content"] for turn in to_messages(prompt)[-len(asked) :]), answer]
+    if tokenizer.chat_template is None:
+        said = mark_special(tokenizer, answer) + eos
+        return [(str(for_tokenizer(tokenizer, prompt)), False), (said, turn_of(answer).get("weight") != 0)]
+    whole = [*to_messages(prompt), {"role": "assistant", "content": answer}]
+    turns = [as_turn(tokenizer, **message) for message in whole]
     tools = mark_all(tokenizer, tools)
     full = render(tokenizer, turns, tools=tools)
     pieces = []
     done = 0  # characters of the text that the pieces have
-    for k, (turn, text) in enumerate(zip(turns, texts, strict=True)):
+    for k, turn in enumerate(turns):
         if turn["role"] != "assistant" or k == 0:
             continue
         before = render(tokenizer, turns[:k], generate=True, tools=tools)
@@ -353,11 +339,12 @@ def learned_pieces(
         # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
         if full.startswith(after) and after.startswith(before) and len(before) > done:
             said = after[len(before) :]
-            learned = Said(text).learned
+            text = whole[k]["content"]
+            learned = turn_of(text).get("weight") != 0
             parts = [turn["content"], *(turn[name] for name in THOUGHTS if name in turn), *called(turn)]
             # Templates strip what is said, and may open its thought in the prompt.
-            whole = all(is_in(part.strip().removeprefix("<think>"), said) for part in parts)
-            if learned and not (whole and said.count("</think>") <= max(1, text.count("</think>"))):
+            complete = all(is_in(part.strip().removeprefix("<think>"), said) for part in parts)
+            if learned and not (complete and said.count("</think>") <= max(1, text.count("</think>"))):
                 raise InputError(
                     "the chat template changes the answer or leaves out a part, such as a thought, so it is "
                     "not learned; give another --prompt_template, or take thoughts out of the records"

@@ -15,6 +15,7 @@ import json
 import math
 import re
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,7 +28,7 @@ Record = dict[str, Any]
 Messages = list[dict[str, str]]  # {"role", "content"}
 Asked = Messages | str  # a prompt; a transcript stays text up to its last "Assistant:"
 Answered = tuple[Asked, str]
-Tools = list[dict[str, Any]]  # JSON schemas, as OpenAI has them
+Tools = Sequence[Record]  # JSON schemas, or calls, as OpenAI has them
 Parted = tuple[Asked, str | None]  # a prompt and its answer, if there is one
 
 NAMED_PROMPT, NAMED_ANSWER = "--prompt_key", "--answer_key"  # where ``named`` puts them; no file has these
@@ -64,19 +65,11 @@ REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
 
 
 class Said(str):
-    """The text of a turn, with its thought and its calls of tools in words. ``fields``: how the record has
-    these, and the text without them ("content"), for templates that read them. ``learned``: False for a turn
-    with "weight": 0 (OpenAI's), which ``SFTDataset`` takes for context."""
+    """The text of a turn, with its thought and its calls of tools in words. ``turn``: how the record has
+    these, for templates that read them, and the text without them ("content"), the turn's "weight" (OpenAI's:
+    0 for what is not learned) and the list of tools."""
 
-    fields: dict[str, Any]
-    learned: bool
-
-    def __new__(cls, text: str, fields: dict[str, Any] | None = None, learned: bool = True) -> "Said":
-        said = text if isinstance(text, Said) else super().__new__(cls, text)
-        if said is not text:
-            said.fields = fields or {}
-            said.learned = learned
-        return said
+    turn: Record
 
 
 @dataclass(frozen=True)
@@ -304,21 +297,17 @@ def as_messages(turns: Any) -> Messages:
     user's, behind one of the user's the assistant's. A content is text, or OpenAI's list of text parts; what
     a tool gives back may be any JSON. Raises InputError."""
     messages: Messages = []
+    tools = None
     for i, turn in enumerate(turns if isinstance(turns, list) else []):
         turn = turn if isinstance(turn, dict) else {}
         after_user = messages and messages[-1]["role"] == "user"
         given: Any = turn.get("role", turn.get("from", "assistant" if after_user else "user"))
-        name = given.lower().replace("-", "_") if isinstance(given, str) else ""
+        name = str(given).lower().replace("-", "_")
         role = ROLE_NAMES.get(name, given)
         content = turn.get("content", turn.get("value"))
-        called = _from_json(turn.get("tool_calls") or turn.get("function_call"))
+        called = content if name in CALL_ROLES else turn.get("tool_calls") or turn.get("function_call")
         calls = calls_in(called)
-        if called and not calls:
-            raise InputError(f'turn {i + 1} of the conversation has "tool_calls" of which one has no "name"')
-        if name in CALL_ROLES and (found := calls_in(content)):
-            calls = found
-            content = ""
-        if content is None and (calls or role == "tool"):
+        if name in CALL_ROLES or (content is None and (calls or role == "tool")):
             content = ""
         parts = content if isinstance(content, list) else [{"text": content}]
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]
@@ -330,49 +319,53 @@ def as_messages(turns: Any) -> Messages:
                 "text can be read"
             )
         text = "".join(texts)
-        thought = _first(turn, THOUGHTS) if "</think>" not in text else None
-        fields = {name: turn[name] for name in ("name", "tool_call_id", "tools") if turn.get(name)}
-        fields |= {"content": text} if thought or calls else {}
-        fields |= {"thought": str(thought).strip()} if thought else {}
-        fields |= {"tool_calls": calls} if calls else {}
-        words = in_words(text, fields.get("thought", ""), calls)
-        messages.append({"role": role, "content": Said(words, fields, learned=turn.get("weight") != 0)})
+        tools = turn.get("tools") or tools
+        if role == "system" and tools and not text:
+            continue  # MiniMind's files have their tools in such a turn
+        thought = "" if "</think>" in text else str(_first(turn, THOUGHTS) or "").strip()
+        said = Said(in_words(text, thought, calls))
+        said.turn = {"content": text, "thought": thought, "tool_calls": calls, "tools": tools}
+        said.turn["weight"] = turn.get("weight")
+        messages.append({"role": role, "content": said})
     if not messages:
         raise InputError('a conversation must be text or a list of {"role", "content"} turns, not empty')
     return messages
 
 
+def turn_of(text: str) -> Record:
+    """What the record says of a turn, of which a message has this text."""
+    return text.turn if isinstance(text, Said) else {"content": text}
+
+
 def calls_in(found: Any) -> Tools:
-    """Calls of tools -> as OpenAI has them, with their arguments as JSON objects; [] for what is none."""
+    """Calls of tools as OpenAI has them, their arguments as JSON objects. Raises InputError for what is no
+    call."""
     found = _from_json(found)
-    calls: Tools = []
-    for call in found if isinstance(found, list) else [found]:
-        call = _from_json(call)
-        match call:
-            case {"name": str(name), **more} | {"function": {"name": str(name), **more}}:
-                arguments = _from_json(more.get("arguments", more.get("parameters", {})))
-                number = {"id": call["id"]} if call.get("id") else {}
-                function = {"name": name, "arguments": arguments}
-                calls.append({**number, "type": "function", "function": function})
+    calls = []
+    for call in found if isinstance(found, list) else [found] if found else []:
+        match _from_json(call):
+            case {"function": {"name": str(name), **more}} | {"name": str(name), **more}:
+                function = {"name": name, "arguments": _from_json(more.get("arguments", {}))}
+                calls.append({"type": "function", "function": function})
             case _:
-                return []
+                raise InputError(f'the call of a tool has no "name": {_as_json(call)[:SHOWN]}')
     return calls
 
 
-def in_words(text: str, thought: str = "", tool_calls: Tools | None = None) -> str:
+def in_words(text: str, thought: str, calls: Tools) -> str:
     """The text of a turn, with a thought before it and calls of tools behind it, as Qwen's templates do."""
-    calls = [f"<tool_call>\n{_as_json(call['function'])}\n</tool_call>" for call in tool_calls or []]
-    said = "\n".join([text, *calls] if text else calls)
-    return f"<think>\n{thought}\n</think>\n\n{said}" if thought else said
+    said = [f"<tool_call>\n{_as_json(call['function'])}\n</tool_call>" for call in calls]
+    text = "\n".join([text, *said] if text else said)
+    return f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
 
 
-def tools_of(record: Record, prompt: Asked | None) -> Tools:
+def tools_of(record: Record, prompt: Asked) -> Tools:
     """The tools of a record: its own, or those in a turn of its prompt. Raises InputError."""
-    turns = prompt if isinstance(prompt, list) else []
-    places = [record.get("tools"), record.get("functions")]
-    places += [Said(turn["content"]).fields.get("tools") for turn in turns]
-    found: Any = next(filter(None, map(_from_json, places)), [])
-    tools: list[Any] = [_from_json(tool) for tool in found] if isinstance(found, list) else [None]
+    of_turn = turn_of(to_messages(prompt)[-1]["content"]).get("tools")
+    tools: Any = []
+    for place in (record.get("tools"), record.get("functions"), of_turn):
+        tools = tools or _from_json(place) or []
+    tools = [*map(_from_json, tools)]
     if not all(isinstance(tool, dict) for tool in tools):
         raise InputError(
             '"tools" (or "functions") must be a list of JSON objects; correct it or delete the key'
@@ -380,15 +373,10 @@ def tools_of(record: Record, prompt: Asked | None) -> Tools:
     return [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
 
 
-def only_has_tools(message: dict[str, str]) -> bool:
-    """Does the turn say nothing, and only carry the record's tools?"""
-    return not message["content"] and "tools" in Said(message["content"]).fields
-
-
 def _from_json(value: Any) -> Any:
     """What a text has as JSON; anything else as it is."""
-    with suppress(ValueError):
-        return json.loads(value) if isinstance(value, str) else value
+    with suppress(ValueError, TypeError):
+        return json.loads(value)
     return value
 
 
@@ -422,11 +410,9 @@ def to_messages(prompt: Asked) -> Messages:
 
 def add_system(prompt: Asked, system_prompt: str) -> Asked:
     """The prompt with a system message first, unless it has one or ``system_prompt`` is empty."""
-    first, *others = messages = to_messages(prompt)
-    if not system_prompt or (first["role"] == "system" and not only_has_tools(first)):
+    messages = to_messages(prompt)
+    if not system_prompt or messages[0]["role"] == "system":
         return prompt
-    if first["role"] == "system":
-        return [{"role": "system", "content": Said(system_prompt, Said(first["content"]).fields)}, *others]
     return [{"role": "system", "content": system_prompt}, *messages]
 
 

@@ -13,8 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass
-from dataclasses import field as field_of
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -28,10 +27,10 @@ from dataset.chat_template import (
     Thinking,
     conversation_ids,
     encode,
+    is_read,
     learned_pieces,
     prompt_text,
     spellings,
-    takes_tools,
     unmark,
 )
 from dataset.formats import (
@@ -82,8 +81,7 @@ class RecordDataset(Dataset[Item], ABC):
     def __post_init__(self) -> None:
         self.records = open_records(self.path)
         self.columns: dict[str, None] = {}
-        self.has_tools = False  # whether a record read has some, or turns of tools
-        self.lists_tools = False
+        self.has_tools = False  # whether a record has some, or turns of tools
         with located(self.records, 0):
             first = named(self.records[0], self.keys)
         self.pairs = is_pair(first) or "score" not in first  # and not rated answers
@@ -135,7 +133,6 @@ class RecordDataset(Dataset[Item], ABC):
     def tools(self, record: Record, prompt: Asked) -> Tools:
         """The tools of a record. Raises InputError."""
         found = tools_of(record, prompt)
-        self.lists_tools |= bool(found)
         self.has_tools |= bool(found) or any(turn["role"] == "tool" for turn in to_messages(prompt))
         return found
 
@@ -143,12 +140,9 @@ class RecordDataset(Dataset[Item], ABC):
         """What is to be said of the records that were read at the start."""
         notes = []
         if self.has_tools:
-            shown = "shown as the chat template writes it"
-            if not self.shows_tools:
-                shown = "not shown to reward models"
-            elif not takes_tools(self.tokenizer):
-                shown = "not shown, as the chat template has no place for it"
-            notes.append("no tool is run" + f", and the list of tools is {shown}" * self.lists_tools)
+            shown = self.shows_tools and is_read(self.tokenizer, "tools")
+            lists = "shown as the chat template writes them" if shown else "left out"
+            notes.append(f"no tool is run; lists of tools are {lists}")
         if self.records.left_out:
             notes.append(f"by name or kind not of its split train and not read: {self.records.left_out}")
         return notes
@@ -219,7 +213,8 @@ class Prompt:
     prompt_ids: Ids
     record: Record
     text: str
-    tools: Tools = field_of(default_factory=list, kw_only=True)
+    _: KW_ONLY
+    tools: Tools = ()
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -284,21 +279,20 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
 
     ends: list[int] | None = None  # the ids that end a response of the policy; None: not yet known
     endless = False  # whether the template ends an answer with no token of its own
+    rewritten = 0  # turns of the assistant that are context only, in the records read at the start
 
     def __post_init__(self) -> None:
         self.kinds: dict[frozenset[int], int] = {}  # {special tokens in what is learned: number of an item}
-        self.rewritten: dict[int, int] = {}  # {number of an item: turns that are context only}
         super().__post_init__()
 
     def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
         tokenizer = self.tokenizer
         prompt, answer = to_demonstration(named(record, self.keys))
         prompt = prompt and add_system(prompt, self.system_prompt)
-        tools = self.tools(record, prompt) if prompt else []
-        pieces = learned_pieces(tokenizer, prompt, answer, tools)
-        if prompt and tokenizer.chat_template:
-            turns = 1 + sum(turn["role"] == "assistant" for turn in to_messages(prompt))
-            self.rewritten[i] = turns - len(pieces) // 2
+        pieces = learned_pieces(tokenizer, prompt, answer, self.tools(record, prompt or ""))
+        if prompt and tokenizer.chat_template and self.ends is None:
+            roles = [turn["role"] for turn in to_messages(prompt)]
+            self.rewritten += 1 + roles.count("assistant") - len(pieces) // 2
         ids: Ids = []
         mask: Ids = []
         before = ""
@@ -306,12 +300,20 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
             row = self.ids(text, before)
             counted = 0
             if learned:
-                ending = frozenset(spellings(tokenizer)[1].intersection(row))
-                self.kinds.setdefault(ending, i)
-                if not ending and number == len(pieces) - 1:
+                special = frozenset(spellings(tokenizer)[1].intersection(row))
+                self.kinds.setdefault(special, i)
+                if not special and number == len(pieces) - 1:
                     row.append(tokenizer.eos_token_id)
                     self.endless = True
-                counted = self.up_to_end(row, ending)
+                if special and self.ends and special.isdisjoint(self.ends):
+                    raise InputError(
+                        f"the chat template does not end answers with the tokenizer's EOS, "
+                        f"{tokenizer.eos_token}: set eos_token in tokenizer_config.json to the token that ends "
+                        "a turn, or give another --prompt_template"
+                    )
+                ends = self.ends or [tokenizer.eos_token_id]
+                # A text may begin with the EOS. Behind the end a template may write a newline, or another EOS.
+                counted = next((n + 1 for n in range(1, len(row)) if row[n] in ends), len(row))
             mask += [1] * counted + [0] * (len(row) - counted)
             ids += row
             before += text
@@ -319,22 +321,6 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
             raise InputError('no answer to learn from: its "weight" is 0; delete the line')
         mask[0] = 0  # nothing comes before the first token of a text
         return ids, mask
-
-    def up_to_end(self, row: Ids, ending: frozenset[int]) -> int:
-        """How many tokens of an answer are learned: none behind the one that ends it, such as a newline of
-        the template's. ending: its special tokens. Raises InputError if PPO would end at none of these."""
-        ends = self.ends or [self.tokenizer.eos_token_id]
-        places = [place for place, token in enumerate(row) if token in ends]
-        if self.ends and ending and not places:
-            raise InputError(
-                "the chat template does not end answers with the tokenizer's EOS, "
-                f"{self.tokenizer.eos_token}: set eos_token in tokenizer_config.json to the token that ends "
-                "a turn, or give another --prompt_template"
-            )
-        # Phi-3's template writes <|end|>, a newline and one more EOS.
-        while places[1:] and not str(self.tokenizer.decode(row[places[-2] + 1 : places[-1]])).strip():
-            places.pop()
-        return places[-1] + 1 if places else len(row)
 
     def end_at(self, ends: list[int]) -> None:
         """From now on answers end at these ids, as in PPO. Raises InputError if those of a record end at
@@ -348,10 +334,10 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
         if self.endless:
             eos = self.tokenizer.eos_token
             notes.append(f"the chat template ends no answer; {eos} is put behind the last one, and learned")
-        if turns := sum(self.rewritten.values()):
+        if self.rewritten:
             notes.append(
-                f"turns of the assistant that are context only: {turns}, as the chat template writes them in "
-                "another way once more turns follow; give a --prompt_template that does not, to learn them"
+                f"turns of the assistant that are context only: {self.rewritten}, as the chat template "
+                "writes them in another way once more turns follow; a --prompt_template may not"
             )
         return notes
 

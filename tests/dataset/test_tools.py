@@ -80,7 +80,7 @@ def carried(text, tools):
 
 
 LISTS = {  # name: (record, the turns of its prompt)
-    "minimind": (carried("", json.dumps([TOOL])), [{"role": "system", "content": ""}, U]),
+    "minimind": (carried("", json.dumps([TOOL])), [U]),  # an empty turn that has the tools is none
     "minimind with a text": (carried("Be short.", [TOOL]), [{"role": "system", "content": "Be short."}, U]),
     "minimind in a table": ({"messages": json.dumps(carried("S", [TOOL])["conversations"])}, None),
     "a list": ({"prompt": [U], "tools": [TOOL]}, [U]),
@@ -89,9 +89,8 @@ LISTS = {  # name: (record, the turns of its prompt)
     "functions": ({"messages": [U, A], "functions": [FUNCTION]}, [U]),
     "LLaMA-Factory's": ({"messages": [U, A], "tools": json.dumps([FUNCTION]), "functions": None}, [U]),
 }
-RUN = "no tool is run"
-SHOWN = f"{RUN}, and the list of tools is shown as the chat template writes it"
-HIDDEN = f"{RUN}, and the list of tools is not shown, as the chat template has no place for it"
+SHOWN = "no tool is run; lists of tools are shown as the chat template writes them"
+HIDDEN = "no tool is run; lists of tools are left out"
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -103,17 +102,15 @@ def test_the_template_gets_the_tools_of_a_record(chat, jsonl, name):
     assert data[0].text == rendered(tokenizer, turns, tools=[TOOL], add_generation_prompt=True)
     assert '"description": "It adds."' in data[0].text
     assert (data[0].tools, data[0].record, data.notes()) == ([TOOL], record, [SHOWN])
-    said = turns if turns[0]["content"] else turns[1:]  # where nothing but the tools is in it
     for template in (ALL, None):
         plain = with_template(chat, template)
         data = RLAIFDataset(jsonl(record), plain, 2000)
-        whole = template and rendered(plain, said, add_generation_prompt=True)
-        assert data[0].text == (whole or "\n".join(turn["content"] for turn in said))
+        whole = template and rendered(plain, turns, add_generation_prompt=True)
+        assert data[0].text == (whole or "\n".join(turn["content"] for turn in turns))
         assert data.notes() == [HIDDEN]
     data = RLAIFDataset(jsonl(record), tokenizer, 2000, "System.")
-    asked = [turns[0] if "." in turns[0]["content"] else {"role": "system", "content": "System."}, U]
-    if name != "minimind in a table":
-        assert data[0].text == rendered(tokenizer, asked, tools=[TOOL], add_generation_prompt=True)
+    asked = turns if turns[1:] else [{"role": "system", "content": "System."}, U]
+    assert data[0].text == rendered(tokenizer, asked, tools=[TOOL], add_generation_prompt=True)
 
 
 def test_no_tools_are_no_tools(chat, jsonl):
@@ -171,13 +168,13 @@ def test_calls_are_learned_and_results_are_context(chat, jsonl, name):
         assert ours == f"{call}<|im_end|>It is 5.<|im_end|>"
         turns = [U, tiny.assistant(WORDS), RESULT, A] if template == ALL else TALK
         assert tokenizer.decode(data[0][0]) == rendered(tokenizer, turns)
-        assert "5" in others and data.notes() == [RUN]
+        assert "5" in others and data.notes() == [SHOWN if template == QWEN else HIDDEN]
         (prompt,) = RLAIFDataset(path, tokenizer, 2000)
         assert prompt.text == rendered(tokenizer, turns[:-1], add_generation_prompt=True)
         assert prompt.answer == "It is 5."
     assert prompt.prompt == [U, tiny.assistant(WORDS), RESULT]  # what a reward function gets
     again = pickle.loads(pickle.dumps(prompt))
-    assert again == prompt and again.prompt[1]["content"].fields == prompt.prompt[1]["content"].fields
+    assert again == prompt and again.prompt[1]["content"].turn == prompt.prompt[1]["content"].turn
 
 
 def test_the_tags_of_hermes_files_are_written_once(chat, jsonl):
@@ -216,7 +213,13 @@ def test_what_a_template_leaves_out_is_refused_in_every_stage(chat, jsonl):
     quoted = [U, CALLED, RESULT | {"content": 'the "sum":\n5'}, A]
     assert len(SFTDataset(jsonl({"messages": quoted}), with_template(chat, LLAMA), 2000)) == 1
     nameless = [U, tiny.assistant("So:", tool_calls=[{"arguments": {}}]), RESULT, A]
-    tiny.refused('turn 2 .*no "name"', SFTDataset, jsonl({"messages": nameless}), chat, 2000)
+    tiny.refused(
+        'jsonl:1: the call of a tool has no "name": {"arg',
+        SFTDataset,
+        jsonl({"messages": nameless}),
+        chat,
+        2000,
+    )
 
 
 def test_special_tokens_in_tools_calls_and_results_are_text(chat, jsonl):
@@ -242,7 +245,7 @@ def test_pairs_and_logged_answers(chat, jsonl):
     data = PreferenceDataset(jsonl(pair), tokenizer, 2000)
     texts = [tokenizer.decode(ids) for ids in data[0][:2]]
     assert texts == [rendered(tokenizer, [U, CALLED]), rendered(tokenizer, TALK)]
-    assert data.notes() == [f"{RUN}, and the list of tools is not shown to reward models"]
+    assert data.notes() == [HIDDEN]
     llama = with_template(chat, LLAMA)  # what its policy samples is no <tool_call>
     assert unmark(conversation_text(llama, *to_pair(pair)[0][0])) == rendered(llama, [U, CALLED])
     both = LoggedAnswers(jsonl(pair), tokenizer, 2000, max_response=200, eos=[tokenizer.eos_token_id])
