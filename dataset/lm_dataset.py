@@ -305,14 +305,14 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
                 if not special and number == len(pieces) - 1:
                     row.append(tokenizer.eos_token_id)
                     self.endless = True
-                if special and self.ends and special.isdisjoint(self.ends):
+                if special and self.ends and set(row).isdisjoint(self.ends):
                     raise InputError(
-                        f"the chat template does not end answers with the tokenizer's EOS, "
-                        f"{tokenizer.eos_token}: set eos_token in tokenizer_config.json to the token that ends "
-                        "a turn, or give another --prompt_template"
+                        "the chat template does not end answers with the tokenizer's EOS, "
+                        f"{tokenizer.eos_token}: set eos_token in tokenizer_config.json to the token that "
+                        "ends a turn, or give another --prompt_template"
                     )
                 ends = self.ends or [tokenizer.eos_token_id]
-                # A text may begin with the EOS. Behind the end a template may write a newline, or another EOS.
+                # A text may begin with the EOS. Behind the end templates write a newline or one more EOS.
                 counted = next((n + 1 for n in range(1, len(row)) if row[n] in ends), len(row))
             mask += [1] * counted + [0] * (len(row) - counted)
             ids += row
