@@ -26,7 +26,17 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from dataset.formats import Answered, Asked, Messages, NotLearned, is_transcript, to_messages
+from dataset.formats import (
+    THOUGHTS,
+    Answered,
+    Asked,
+    Messages,
+    Tools,
+    in_words,
+    is_transcript,
+    to_messages,
+    turn_of,
+)
 from errors import InputError
 from model.loading import as_input_error
 
@@ -40,13 +50,15 @@ TURNS = (
     "{{%- endif %}}"
     "{{%- endfor %}}"
 )
-ROLES = ("system", "user", "assistant")  # the names that templates compare a role with
+RESULT = ("<tool_response>", "</tool_response>")  # around the result of a tool, in Hermes' files
+ROLES = ("system", "user", "assistant", "tool")  # the names that templates compare a role with
 SYSTEM_PROMPT = "system_prompt"  # its name in tokenizer_config.json
 TEMPLATE_KWARGS = "chat_template_kwargs"  # their name in tokenizer_config.json
 SWITCHES = ("enable_thinking", "open_thinking")  # of thinking: Qwen3's, MiniMind-3's
 # Number of a record -> the template's arguments for its prompt: a share of them thinks, drawn by the seed
 Thinking = Callable[[int], dict[str, bool]]
 Ids = list[int]  # of tokens
+Turn = dict[str, Any]  # a message as the chat template gets it
 MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
 # What makes a normalizer or pre-tokenizer put no space before a text (Llama 2, Mistral, RoBERTa)
 NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
@@ -78,7 +90,6 @@ def spellings(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], set[
 def mark_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """``text`` with a mark inside each special token that it spells, before or after normalisation."""
     pattern, _ = spellings(tokenizer)
-    kind = type(text)  # it may be NotLearned
 
     def marked(text: str) -> str:
         return pattern.sub(lambda name: name[0][0] + MARK + name[0][1:], text)
@@ -86,7 +97,19 @@ def mark_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     # The tokenizer may make the letters of a special token of full-width ones, for example.
     if not text.isascii() and pattern.search(unicodedata.normalize("NFKC", marked(text))):
         text = unicodedata.normalize("NFKC", text)
-    return kind(marked(text))
+    return marked(text)
+
+
+def mark_all(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
+    """JSON with all its texts marked."""
+    match value:
+        case str():
+            return mark_special(tokenizer, value)
+        case list():
+            return [mark_all(tokenizer, item) for item in value]
+        case dict():
+            return {mark_special(tokenizer, str(name)): mark_all(tokenizer, x) for name, x in value.items()}
+    return value
 
 
 def unmark(text: str) -> str:
@@ -172,32 +195,82 @@ def put_around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
 ONE_DAY = SimpleNamespace(now=lambda: datetime(2026, 1, 1))
 
 
-def for_tokenizer(tokenizer: PreTrainedTokenizerBase, prompt: Asked) -> Asked:
+def for_tokenizer(tokenizer: PreTrainedTokenizerBase, prompt: Asked) -> str | list[Turn]:
     """A prompt -> messages if the tokenizer has a chat template, otherwise one text. Texts are marked: all
     text of users and models comes in here, in ``conversation_text`` or in ``learned_pieces``."""
     if tokenizer.chat_template is None:
         text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
         return mark_special(tokenizer, text)
-    return [
-        {
-            "role": m["role"] if m["role"] in ROLES else mark_special(tokenizer, m["role"]),
-            "content": mark_special(tokenizer, m["content"]),
-        }
-        for m in to_messages(prompt)
-    ]
+    return [as_turn(tokenizer, **message) for message in to_messages(prompt)]
+
+
+def as_turn(tokenizer: PreTrainedTokenizerBase, role: str, content: str) -> Turn:
+    """A message as the chat template reads it, marked: thought and calls of tools beside the text if it reads
+    them there, otherwise in words; the result of a tool without the tags that the template writes itself."""
+    turn = turn_of(content)
+    thought = turn.get("thought", "")
+    calls = turn.get("tool_calls", [])
+    more = {}
+    for name in THOUGHTS:
+        if thought and reads_field(tokenizer, name):
+            more[name] = thought
+            thought = ""
+    if calls and reads_field(tokenizer, "tool_calls"):
+        more["tool_calls"] = calls
+        calls = []
+    text = in_words(turn["content"], thought, calls)
+    if role == "tool" and "tool_response" in str(tokenizer.chat_template):
+        text = text.strip().removeprefix(RESULT[0]).removesuffix(RESULT[1]).strip()
+    role = role if role in ROLES else mark_special(tokenizer, role)
+    return {"role": role, **mark_all(tokenizer, {"content": text, **more})}
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, generate: bool = False, **kwargs: Any
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Turn] | Messages,
+    generate: bool = False,
+    tools: Tools | None = None,
+    **kwargs: Any,
 ) -> str:
     """The chat template's text of ``messages``; with ``generate``, an assistant turn begins at its end.
-    kwargs: of the template, before those that the tokenizer was given (``set_template_kwargs``)."""
+    tools: of the record, marked; kwargs: of the template, before those that the tokenizer was given
+    (``set_template_kwargs``). Raises InputError for a template that leaves out calls or results of tools."""
     kwargs = tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {}) | kwargs
     one_day = mock.patch.object(chat_template_utils, "datetime", ONE_DAY)
     with as_input_error("the tokenizer's chat template refuses the conversation"), one_day:
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate, **kwargs)
+        text = str(
+            tokenizer.apply_chat_template(
+                messages,
+                tools=[*tools] if tools else None,
+                tokenize=False,
+                add_generation_prompt=generate,
+                **kwargs,
+            )
         )
+    for message in messages:
+        results = [message["content"]] if message["role"] == "tool" else []
+        if not all(is_in(part, text) for part in (*results, *called(message))):
+            raise InputError(
+                "the chat template leaves out calls or results of tools; give another --prompt_template, or "
+                "delete such records"
+            )
+    return text
+
+
+def called(turn: Turn) -> list[str]:
+    """The names of the tools that a turn calls, beside its text."""
+    return [call["function"]["name"] for call in turn.get("tool_calls", ())]
+
+
+def is_in(part: str, text: str) -> bool:
+    """Is it a part of the text, but for white space, as it is or as JSON writes it?"""
+    written = "".join(text.split())
+    return any("".join(x.split()) in written for x in (part, json.dumps(part, ensure_ascii=False)[1:-1]))
+
+
+def reads_field(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Does the chat template read this field of a message?"""
+    return bool(re.search(rf"[.'\"]{name}\b", str(tokenizer.chat_template)))
 
 
 def encode(
@@ -217,54 +290,61 @@ def encode(
         return [before * (not after) + row + behind * closing for row in rows]
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Asked, **kwargs: Any) -> str:
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase, prompt: Asked, tools: Tools | None = None, **kwargs: Any
+) -> str:
     """The prompt as the text that the policy reads, marked: the chat template up to the assistant's turn.
-    kwargs: of the template."""
+    tools: that it may call; kwargs: of the template."""
     asked = for_tokenizer(tokenizer, prompt)
-    return asked if isinstance(asked, str) else render(tokenizer, asked, generate=True, **kwargs)
+    if isinstance(asked, str):
+        return asked
+    return render(tokenizer, asked, generate=True, tools=mark_all(tokenizer, tools), **kwargs)
 
 
 def conversation_text(tokenizer: PreTrainedTokenizerBase, prompt: Asked, response: str) -> str:
     """The text that a reward model reads, marked: the chat template applied to prompt and response. Without a
     template, a newline is between prompt and response, or a space if the prompt is a transcript."""
     asked = for_tokenizer(tokenizer, prompt)
-    response = mark_special(tokenizer, response)
     if not isinstance(asked, str):
-        return render(tokenizer, [*asked, {"role": "assistant", "content": response}])
+        return render(tokenizer, [*asked, as_turn(tokenizer, "assistant", response)])
+    response = mark_special(tokenizer, response)
     return f"{asked} {response.removeprefix(' ')}" if is_transcript(prompt) else f"{asked}\n{response}"
 
 
 def learned_pieces(
-    tokenizer: PreTrainedTokenizerBase, prompt: Asked | None, answer: str
+    tokenizer: PreTrainedTokenizerBase, prompt: Asked | None, answer: str, tools: Tools | None = None
 ) -> list[tuple[str, bool]]:
     """A prompt and the answer to it -> [(text, is it learned?), …], marked; the last one is the answer with
-    what ends it. prompt: None for a text that is all to be learned. Raises InputError for a template that
-    does not put answers behind prompts, or not as they are."""
-    answer = mark_special(tokenizer, answer)
+    what ends it. prompt: None for a text that is all to be learned; tools: as in ``prompt_text``. Raises
+    InputError for a template that does not put answers behind prompts, or not as they are."""
     eos = tokenizer.eos_token
     if eos is None:
         raise InputError(f"the tokenizer {tokenizer.name_or_path} has no EOS token to end answers with")
     if prompt is None:
-        return [(answer + eos, True)]
-    asked = for_tokenizer(tokenizer, prompt)
-    if isinstance(asked, str):
-        return [(asked, False), (answer + eos, not isinstance(answer, NotLearned))]
-    messages = [*asked, {"role": "assistant", "content": answer}]
-    full = render(tokenizer, messages)
+        return [(mark_special(tokenizer, answer) + eos, True)]
+    if tokenizer.chat_template is None:
+        said = mark_special(tokenizer, answer) + eos
+        return [(str(for_tokenizer(tokenizer, prompt)), False), (said, turn_of(answer).get("weight") != 0)]
+    whole = [*to_messages(prompt), {"role": "assistant", "content": answer}]
+    turns = [as_turn(tokenizer, **message) for message in whole]
+    tools = mark_all(tokenizer, tools)
+    full = render(tokenizer, turns, tools=tools)
     pieces = []
     done = 0  # characters of the text that the pieces have
-    for k, message in enumerate(messages):
-        if message["role"] != "assistant" or k == 0:
+    for k, turn in enumerate(turns):
+        if turn["role"] != "assistant" or k == 0:
             continue
-        before = render(tokenizer, messages[:k], generate=True)
-        after = render(tokenizer, messages[: k + 1])
+        before = render(tokenizer, turns[:k], generate=True, tools=tools)
+        after = render(tokenizer, turns[: k + 1], tools=tools)
         # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
         if full.startswith(after) and after.startswith(before) and len(before) > done:
             said = after[len(before) :]
-            learned = not isinstance(message["content"], NotLearned)
-            answered = "".join(message["content"].split()).removeprefix("<think>")
+            text = whole[k]["content"]
+            learned = turn_of(text).get("weight") != 0
+            parts = [turn["content"], *(turn[name] for name in THOUGHTS if name in turn), *called(turn)]
             # Templates strip what is said, and may open its thought in the prompt.
-            if learned and answered not in "".join(said.split()):
+            complete = all(is_in(part.strip().removeprefix("<think>"), said) for part in parts)
+            if learned and not (complete and said.count("</think>") <= max(1, text.count("</think>"))):
                 raise InputError(
                     "the chat template changes the answer or leaves out a part, such as a thought, so it is "
                     "not learned; give another --prompt_template, or take thoughts out of the records"

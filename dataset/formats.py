@@ -3,8 +3,9 @@
 A record is read by the first of these keys that it has, so a file may mix forms (examples: docs/data.md):
 
     prompt     PROMPTS, or instruction and input beside an output, or text
-    answer     ANSWERS, or the last turn of the prompt, or verl's reward_model.ground_truth (to compare with);
-               to compare with, a list is several right answers
+    answer     ANSWERS, or the last turn of the prompt; to compare with also verl's reward_model.ground_truth
+               or MiniMind's gt, and a list is several right answers
+    tools      tools, functions, or tools in a turn
     pairs      chosen, rejected; rated answers: score beside an answer
 
 What fits no form raises ``InputError``; ``located`` in record_files.py puts file and line before it.
@@ -14,6 +15,7 @@ import json
 import math
 import re
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,6 +28,7 @@ Record = dict[str, Any]
 Messages = list[dict[str, str]]  # {"role", "content"}
 Asked = Messages | str  # a prompt; a transcript stays text up to its last "Assistant:"
 Answered = tuple[Asked, str]
+Tools = Sequence[Record]  # JSON schemas, or calls, as OpenAI has them
 Parted = tuple[Asked, str | None]  # a prompt and its answer, if there is one
 
 NAMED_PROMPT, NAMED_ANSWER = "--prompt_key", "--answer_key"  # where ``named`` puts them; no file has these
@@ -46,16 +49,27 @@ ROLE_NAMES = {  # in small letters
     "model": "assistant",  # Gemma's
     "system": "system",
     "developer": "system",  # OpenAI's newer name
+    "tool": "tool",  # what a tool gives back
+    "tool_response": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",  # Llama's
+    "tool_call": "assistant",
+    "function_call": "assistant",
 }
-TOOL_ROLES = ("tool", "function", "function_call", "observation")  # of a call of a tool or its result
+CALL_ROLES = ("tool_call", "function_call")  # the text of such a turn is calls of tools as JSON
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the names of a turn's thought
 SPEAKS = re.compile("\n\n(Human|Assistant): ?")  # in transcripts (HH-RLHF)
 TURNS_AS_TEXT = re.compile(r'\s*\[\s*{\s*"(role|from|content|value)"')  # as tables keep conversations
 REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
 
 
-class NotLearned(str):
-    """What is said in a turn with "weight": 0 (OpenAI's): for ``SFTDataset`` context only, for all others a
-    text as any."""
+class Said(str):
+    """The text of a turn, with its thought and its calls of tools in words. ``turn``: how the record has
+    these, for templates that read them, and the text without them ("content"), the turn's "weight" (OpenAI's:
+    0 for what is not learned) and the list of tools."""
+
+    turn: Record
 
 
 @dataclass(frozen=True)
@@ -99,8 +113,9 @@ def named(record: Record, keys: Keys) -> Record:
 def to_prompt(record: Record) -> tuple[Asked, Answer | None]:
     """A record of any form -> (prompt, answer or None). Raises InputError.
 
-    The answer of verl's records is the ground truth. Of a solution that ends with "#### 72", as GSM8K's do,
-    the answer is "72". Each text of a list is right; an empty list is no answer.
+    The answer of verl's records is the ground truth, of MiniMind's with tools gt. Of a solution that ends
+    with "#### 72", as GSM8K's do, the answer is "72". Each text of a list is right; an empty list is
+    no answer.
     """
     said = _first(record, ANSWERS)
     is_list = isinstance(said, list) and not _is_turns(said)
@@ -109,7 +124,7 @@ def to_prompt(record: Record) -> tuple[Asked, Answer | None]:
     prompt, answer = _prompt_and_answer(record)
     accepted = said if is_list and said else [answer]
     match record:
-        case {"reward_model": {"ground_truth": truth}} if accepted == [None]:
+        case {"reward_model": {"ground_truth": truth}} | {"gt": truth} if accepted == [None]:
             accepted = truth if isinstance(truth, list) else [truth]
     texts = [without_solution(_as_text(text)) for text in accepted if text not in (None, "")]
     return prompt, texts[0] if len(texts) == 1 else texts or None
@@ -124,7 +139,7 @@ def to_demonstration(record: Record) -> tuple[Asked | None, str]:
     if isinstance(prompt, str) and prompt == record.get("text") and not is_transcript(prompt):
         return None, prompt
     raise InputError(
-        f"no answer to learn from (a call of a tool is none); {keys_found(record)}: end it with the "
+        f"no answer to learn from (the result of a tool is none); {keys_found(record)}: end it with the "
         "assistant's turn, or name the answer with --answer_key"
     )
 
@@ -214,7 +229,7 @@ def _as_text(answer: Any) -> str:
                 f"an answer is a list of {len(answer)} texts, where one is needed; write one in each line"
             )
         return _as_text(answer[0])
-    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+    return answer if isinstance(answer, str) else _as_json(answer)
 
 
 def _prompt_and_answer(record: Record) -> Parted:
@@ -278,47 +293,95 @@ def _number(name: str, value: Any) -> float:
 
 
 def as_messages(turns: Any) -> Messages:
-    """A list of turns, {"role", "content"} or {"from", "value"}, -> messages without the turns of tools. A
-    turn without a role is the user's, behind one of the user's the assistant's. A content is text, or
-    OpenAI's list of text parts. Raises InputError."""
+    """A list of turns, {"role", "content"} or {"from", "value"}, -> messages. A turn without a role is the
+    user's, behind one of the user's the assistant's. A content is text, or OpenAI's list of text parts; what
+    a tool gives back may be any JSON. Raises InputError."""
     messages: Messages = []
+    tools = None
     for i, turn in enumerate(turns if isinstance(turns, list) else []):
         turn = turn if isinstance(turn, dict) else {}
         after_user = messages and messages[-1]["role"] == "user"
-        role: Any = turn.get("role", turn.get("from", "assistant" if after_user else "user"))
-        if _is_of_tool(turn):
-            continue
+        given: Any = turn.get("role", turn.get("from", "assistant" if after_user else "user"))
+        name = str(given).lower().replace("-", "_")
+        role = ROLE_NAMES.get(name, given)
         content = turn.get("content", turn.get("value"))
+        called = content if name in CALL_ROLES else turn.get("tool_calls") or turn.get("function_call")
+        calls = calls_in(called)
+        if name in CALL_ROLES or (content is None and (calls or role == "tool")):
+            content = ""
         parts = content if isinstance(content, list) else [{"text": content}]
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]
+        if role == "tool" and not all(isinstance(text, str) for text in texts):
+            texts = [_as_json(content)]
         if not all(isinstance(text, str) for text in (role, *texts)):
             raise InputError(
                 f'turn {i + 1} of the conversation has no text "content", or a "role" that is no text; only '
                 "text can be read"
             )
-        said = "".join(texts)
-        if thought := turn.get("reasoning_content"):
-            said = f"<think>\n{str(thought).strip()}\n</think>\n\n{said}"  # as Qwen3's template writes it
-        said = NotLearned(said) if turn.get("weight") == 0 else said
-        messages.append({"role": ROLE_NAMES.get(role.lower(), role), "content": said})
+        text = "".join(texts)
+        tools = turn.get("tools") or tools
+        if role == "system" and tools and not text:
+            continue  # MiniMind's files have their tools in such a turn
+        thought = "" if "</think>" in text else str(_first(turn, THOUGHTS) or "").strip()
+        said = Said(in_words(text, thought, calls))
+        said.turn = {"content": text, "thought": thought, "tool_calls": calls, "tools": tools}
+        said.turn["weight"] = turn.get("weight")
+        messages.append({"role": role, "content": said})
     if not messages:
-        raise InputError(
-            'a conversation must be text or a list of {"role", "content"} turns, not empty, and not only of '
-            "tools"
-        )
+        raise InputError('a conversation must be text or a list of {"role", "content"} turns, not empty')
     return messages
 
 
-def _is_of_tool(turn: Record) -> bool:
-    """Does the turn call a tool or hold its result?"""
-    role = turn.get("role", turn.get("from"))
-    return role in TOOL_ROLES or bool(turn.get("tool_calls") or turn.get("function_call"))
+def turn_of(text: str) -> Record:
+    """What the record says of a turn, of which a message has this text."""
+    return text.turn if isinstance(text, Said) else {"content": text}
 
 
-def has_tools(record: Record) -> bool:
-    """Are there tools or turns of tools, which are left out?"""
-    turns = _first(record, ("messages", "conversations", "prompt"))
-    return "tools" in record or (_is_turns(turns) and any(map(_is_of_tool, turns)))
+def calls_in(found: Any) -> Tools:
+    """Calls of tools as OpenAI has them, their arguments as JSON objects. Raises InputError for what is no
+    call."""
+    found = _from_json(found)
+    calls = []
+    for call in found if isinstance(found, list) else [found] if found else []:
+        match _from_json(call):
+            case {"function": {"name": str(name), **more}} | {"name": str(name), **more}:
+                function = {"name": name, "arguments": _from_json(more.get("arguments", {}))}
+                calls.append({"type": "function", "function": function})
+            case _:
+                raise InputError(f'the call of a tool has no "name": {_as_json(call)[:SHOWN]}')
+    return calls
+
+
+def in_words(text: str, thought: str, calls: Tools) -> str:
+    """The text of a turn, with a thought before it and calls of tools behind it, as Qwen's templates do."""
+    said = [f"<tool_call>\n{_as_json(call['function'])}\n</tool_call>" for call in calls]
+    text = "\n".join([text, *said] if text else said)
+    return f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
+
+
+def tools_of(record: Record, prompt: Asked) -> Tools:
+    """The tools of a record: its own, or those in a turn of its prompt. Raises InputError."""
+    of_turn = turn_of(to_messages(prompt)[-1]["content"]).get("tools")
+    tools: Any = []
+    for place in (record.get("tools"), record.get("functions"), of_turn):
+        tools = tools or _from_json(place) or []
+    tools = [*map(_from_json, tools)]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise InputError(
+            '"tools" (or "functions") must be a list of JSON objects; correct it or delete the key'
+        )
+    return [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
+
+
+def _from_json(value: Any) -> Any:
+    """What a text has as JSON; anything else as it is."""
+    with suppress(ValueError, TypeError):
+        return json.loads(value)
+    return value
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def is_transcript(prompt: Asked) -> bool:

@@ -13,7 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -22,20 +22,32 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dataset.answers import Answer, comparable, is_formula
-from dataset.chat_template import Ids, Thinking, conversation_ids, encode, learned_pieces, prompt_text, unmark
+from dataset.chat_template import (
+    Ids,
+    Thinking,
+    conversation_ids,
+    encode,
+    is_read,
+    learned_pieces,
+    prompt_text,
+    spellings,
+    unmark,
+)
 from dataset.formats import (
     BY_FORM,
     Asked,
     Keys,
     Record,
+    Tools,
     add_system,
-    has_tools,
     is_pair,
     named,
     to_demonstration,
+    to_messages,
     to_pair,
     to_prompt,
     to_rated,
+    tools_of,
 )
 from dataset.record_files import located, open_records
 from errors import InputError
@@ -54,8 +66,7 @@ class RecordDataset(Dataset[Item], ABC):
     """The base of all datasets here: items by number, made from records. Raises InputError for a bad file, a
     bad record among those read, or if all of these are too long. ``read``, ``dropped``: how many items were
     read at the start, and how many of these were too long; ``longest``: upper limit of an item's tokens;
-    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read;
-    ``tools``: whether one has tools."""
+    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read."""
 
     path: str | Path
     tokenizer: PreTrainedTokenizerBase
@@ -64,12 +75,13 @@ class RecordDataset(Dataset[Item], ABC):
     keys: Keys = BY_FORM  # those that the user named
 
     limits = "--max_seq_len"  # the flags that say how long an item may be
+    shows_tools = True  # to the model that reads the items
     by_answer = False  # whether each answer of a pair is an item, and not the pair
 
     def __post_init__(self) -> None:
         self.records = open_records(self.path)
         self.columns: dict[str, None] = {}
-        self.tools = False
+        self.has_tools = False  # whether a record has some, or turns of tools
         with located(self.records, 0):
             first = named(self.records[0], self.keys)
         self.pairs = is_pair(first) or "score" not in first  # and not rated answers
@@ -116,8 +128,24 @@ class RecordDataset(Dataset[Item], ABC):
         with located(self.records, number):
             record = self.records[number]
             self.columns |= dict.fromkeys(record)
-            self.tools |= has_tools(record)
             return self.item(i, record)
+
+    def tools(self, record: Record, prompt: Asked) -> Tools:
+        """The tools of a record. Raises InputError."""
+        found = tools_of(record, prompt)
+        self.has_tools |= bool(found) or any(turn["role"] == "tool" for turn in to_messages(prompt))
+        return found
+
+    def notes(self) -> list[str]:
+        """What is to be said of the records that were read at the start."""
+        notes = []
+        if self.has_tools:
+            shown = self.shows_tools and is_read(self.tokenizer, "tools")
+            lists = "shown as the chat template writes them" if shown else "left out"
+            notes.append(f"no tool is run; lists of tools are {lists}")
+        if self.records.left_out:
+            notes.append(f"by name or kind not of its split train and not read: {self.records.left_out}")
+        return notes
 
     def ids(self, text: str, after: str = "") -> Ids:
         """The token ids of a marked text. after: as in ``encode``."""
@@ -167,7 +195,7 @@ class RecordDataset(Dataset[Item], ABC):
 
 def _hashed(prompt: "Prompt") -> Record:
     """What of a Prompt goes into the fingerprint: what is trained on, and not the rest of its record."""
-    return {name: value for name, value in vars(prompt).items() if name not in ("record", "text")}
+    return {name: value for name, value in vars(prompt).items() if name not in ("record", "text", "tools")}
 
 
 # ---------------------------------------------------------------- prompts for PPO
@@ -177,7 +205,7 @@ def _hashed(prompt: "Prompt") -> Record:
 class Prompt:
     """One prompt. ``index``: the number of its record. ``answer``: for evaluation and reward functions; its
     text is never trained on. ``prompt_ids``: token ids up to the assistant's turn, ``text``: the same as
-    text. ``record``: the record as the file has it, for reward functions."""
+    text. ``record``: the record as the file has it, for reward functions. ``tools``: those of the record."""
 
     index: int
     prompt: Asked  # reward models apply their own templates
@@ -185,6 +213,8 @@ class Prompt:
     prompt_ids: Ids
     record: Record
     text: str
+    _: KW_ONLY
+    tools: Tools = ()
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -218,8 +248,9 @@ class RLAIFDataset(RecordDataset[Prompt]):
     def item(self, i: int, record: Record) -> Prompt:
         prompt, answer = to_prompt(named(record, self.keys))
         prompt = add_system(prompt, self.system_prompt)
+        tools = self.tools(record, prompt)
         switches = self.thinking(i) if self.thinking else {}
-        text = prompt_text(self.tokenizer, prompt, **switches)
+        text = prompt_text(self.tokenizer, prompt, tools, **switches)
         return Prompt(
             index=i,
             prompt=prompt,
@@ -227,6 +258,7 @@ class RLAIFDataset(RecordDataset[Prompt]):
             prompt_ids=self.ids(text),
             record=record,
             text=unmark(text),
+            tools=tools,
         )
 
     def length(self, item: Prompt) -> int:
@@ -237,31 +269,77 @@ class RLAIFDataset(RecordDataset[Prompt]):
 
 
 class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
-    """Demonstrations. Items (token ids, loss mask). The mask is 1 on what the assistant says, its end of turn
-    included, but for ``NotLearned``. In a record that is only a text, it is 1 on all but the first token.
+    """Demonstrations. Items (token ids, loss mask). The mask is 1 on what the assistant says up to the token
+    that ends its turn, but for turns with "weight": 0, and those that a template rewrites once others follow.
+    In a record that is only a text, it is 1 on all but the first token.
 
     Prompt and answer are tokenised separately, as they are when the model generates, so no token covers the
     end of one and the start of the other.
     """
 
+    ends: list[int] | None = None  # the ids that end a response of the policy; None: not yet known
+    endless = False  # whether the template ends an answer with no token of its own
+    rewritten = 0  # turns of the assistant that are context only, in the records read at the start
+
+    def __post_init__(self) -> None:
+        self.kinds: dict[frozenset[int], int] = {}  # {special tokens in what is learned: number of an item}
+        super().__post_init__()
+
     def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
+        tokenizer = self.tokenizer
         prompt, answer = to_demonstration(named(record, self.keys))
         prompt = prompt and add_system(prompt, self.system_prompt)
-        eos = self.tokenizer.eos_token_id
+        pieces = learned_pieces(tokenizer, prompt, answer, self.tools(record, prompt or ""))
+        if prompt and tokenizer.chat_template and self.ends is None:
+            roles = [turn["role"] for turn in to_messages(prompt)]
+            self.rewritten += 1 + roles.count("assistant") - len(pieces) // 2
         ids: Ids = []
         mask: Ids = []
         before = ""
-        for text, learned in learned_pieces(self.tokenizer, prompt, answer):
+        for number, (text, learned) in enumerate(pieces):
             row = self.ids(text, before)
-            # After the last EOS a template may write a newline, which the model never has to.
-            behind = row[::-1].index(eos) if eos in row else 0
-            mask += [int(learned)] * (len(row) - behind) + [0] * behind
+            counted = 0
+            if learned:
+                special = frozenset(spellings(tokenizer)[1].intersection(row))
+                self.kinds.setdefault(special, i)
+                if not special and number == len(pieces) - 1:
+                    row.append(tokenizer.eos_token_id)
+                    self.endless = True
+                if special and self.ends and set(row).isdisjoint(self.ends):
+                    raise InputError(
+                        "the chat template does not end answers with the tokenizer's EOS, "
+                        f"{tokenizer.eos_token}: set eos_token in tokenizer_config.json to the token that "
+                        "ends a turn, or give another --prompt_template"
+                    )
+                ends = self.ends or [tokenizer.eos_token_id]
+                # A text may begin with the EOS. Behind the end templates write a newline or one more EOS.
+                counted = next((n + 1 for n in range(1, len(row)) if row[n] in ends), len(row))
+            mask += [1] * counted + [0] * (len(row) - counted)
             ids += row
             before += text
         if not any(mask):
             raise InputError('no answer to learn from: its "weight" is 0; delete the line')
         mask[0] = 0  # nothing comes before the first token of a text
         return ids, mask
+
+    def end_at(self, ends: list[int]) -> None:
+        """From now on answers end at these ids, as in PPO. Raises InputError if those of a record end at
+        another token."""
+        self.ends = ends
+        for i in self.kinds.values():
+            self.make(i)
+
+    def notes(self) -> list[str]:
+        notes = super().notes()
+        if self.endless:
+            eos = self.tokenizer.eos_token
+            notes.append(f"the chat template ends no answer; {eos} is put behind the last one, and learned")
+        if self.rewritten:
+            notes.append(
+                f"turns of the assistant that are context only: {self.rewritten}, as the chat template "
+                "writes them in another way once more turns follow; a --prompt_template may not"
+            )
+        return notes
 
 
 # ---------------------------------------------------------------- preferences (stage 2)
@@ -271,10 +349,13 @@ class PreferenceDataset(RecordDataset[Judged]):
     """Pairs: items (chosen ids, rejected ids, margin), the margin 0.0 if the record has none; or rated
     answers: items (conversation ids, score). The token ids are those that the reward model reads in PPO."""
 
+    shows_tools = False
+
     def item(self, i: int, record: Record) -> Judged:
         record = named(record, self.keys)
         sides, given = to_pair(record) if self.pairs else to_rated(record)
         whole = [(add_system(prompt, self.system_prompt), response) for prompt, response in sides]
+        self.tools(record, whole[0][0])
         found = conversation_ids(self.tokenizer, whole)
         if not all(found):
             raise InputError("prompt and answer have no tokens; fill them in or delete the line")
@@ -315,7 +396,8 @@ class LoggedRecords(RecordDataset[Item]):
             score = (CHOSEN, REJECTED)[side]
         prompt, response = sides[side]
         prompt = add_system(prompt, self.system_prompt)
-        *context, (said, _) = learned_pieces(self.tokenizer, prompt, response)
+        tools = self.tools(record, prompt)
+        *context, (said, _) = learned_pieces(self.tokenizer, prompt, response, tools)
         before = "".join(text for text, _ in context)
         ids = self.ids(said, before)
         ends = [place for place, token in enumerate(ids) if token in self.eos]
@@ -333,6 +415,7 @@ class LoggedRecords(RecordDataset[Item]):
             text=unmark(before),
             response=response,
             response_ids=ids[: ends[0] + 1],
+            tools=tools,
             score=score,
         )
 

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -332,19 +332,6 @@ def eos_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[
             "tokenizer_config.json"
         )
     return sorted(set(ids))
-
-
-def check_ends(
-    item: tuple[Iterable[int], Iterable[int]], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
-) -> None:
-    """Raise InputError if a demonstration, (token ids, mask), teaches the model to end answers with a token
-    at which PPO does not stop."""
-    if not any(mask and token in eos_ids(tokenizer, model) for token, mask in zip(*item, strict=True)):
-        raise InputError(
-            f"the chat template does not end answers with the tokenizer's EOS, {tokenizer.eos_token}: set "
-            "eos_token in tokenizer_config.json to the token that ends a turn, or give another "
-            "--prompt_template"
-        )
 
 
 @torch.no_grad()

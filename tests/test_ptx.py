@@ -153,4 +153,5 @@ def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
     turns = write_jsonl(tmp_path / "turns.jsonl", demonstrations(2)[1:])
     endless = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     given = files | {"ptx_data_path": turns, "prompt_template": endless}
-    refused("does not end answers with the tokenizer's EOS", make_run, given)
+    run, _ = make_run(given)
+    assert run.ptx.data.ends == [0] and "</s> is put behind the last one, and learned" in run.about()

@@ -56,7 +56,10 @@ def files(tmp_path_factory):
     names = {"sft": demonstrations, "pairs": pairs, "rated": rated}
     found = {name: tiny.write_jsonl(folder / f"{name}.jsonl", records) for name, records in names.items()}
     tokenizer = tiny.word_tokenizer([*WORDS, "user", "assistant"], chat=True)
-    return found | {"model": tiny.save_policy_dir(folder / "policy", tokenizer, layers=2, spread=3.0)}
+    found["model"] = tiny.save_policy_dir(folder / "policy", tokenizer, layers=2, spread=3.0)
+    tokenizer.bos_token = "a"
+    tokenizer.save_pretrained(folder / "marked")  # with a special token at which PPO does not end
+    return found | {"marked": str(folder / "marked")}
 
 
 def argv_of(files, kind, out_dir, **more):
@@ -410,7 +413,11 @@ SCORED = {"user_input": "a", "completion": "b", "score": "x"}
         ("sft", {"hf_dir": "{out}/sft_1", "run_name": ""}, "/sft_1: is a run folder, .* --hf_dir"),
         ("sft", {"hf_dir": "{out}/a", "run_name": "full_sft_32"}, "/full_sft_32: is a run folder"),
         ("reward", {"run_name": "reward_32"}, "/reward_32: is a run folder, .* change --run_name"),
-        ("sft", {"prompt_template": ENDLESS}, "does not end answers with the tokenizer's EOS"),
+        (
+            "sft",
+            {"prompt_template": ENDLESS, "tokenizer": "{marked}"},
+            "sft.jsonl:1: .*does not end answers with the tokenizer's EOS",
+        ),
         ("reward", {"data_path": "{sft}"}, "sft.jsonl:1: "),
         ("reward", {"data_path": PAIR}, 'x.jsonl:1: "margin" must be a number'),
         ("reward", {"data_path": SCORED}, 'x.jsonl:1: "score" must be a number'),
@@ -425,6 +432,15 @@ def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, kind, 
             more = {**more, name: given.format(**files, out=tmp_path / "out")}
     tiny.refused(says, SCRIPTS[kind].main, argv_of(files, kind, tmp_path / "out", **more))
     assert not (tmp_path / "out").exists()
+
+
+def test_answers_end_where_those_of_the_policy_do(files, tmp_path):
+    run = build(files, "sft", prompt_template=ENDLESS)
+    for data in (run.data, run.held_out):
+        assert data.ends == [0]
+        assert all((ids[-1], mask[-1]) == (0, 1) for ids, mask in data)
+    note = f"note     {files['sft']}: the chat template ends no answer; </s> is put behind the last one"
+    assert run.about().count(note) == 1
 
 
 def test_a_result_never_replaces_its_own_start_nor_a_new_model_a_file_that_is_there(files, tmp_path):

@@ -292,10 +292,7 @@ def describe_texts(args: Namespace, datasets: Iterable[RecordDataset[Any] | None
     own = ""
     for data in filter(None, datasets):
         own = own_system(data.tokenizer)
-        if data.tools:
-            notes.add(f"{data.path}: tools are ignored: turns that call one or hold its result are left out")
-        if left_out := data.records.left_out:
-            notes.add(f"{data.path}: by name or kind not of its split train and not read: {left_out}")
+        notes |= {f"{data.path}: {note}" for note in data.notes()}
     lines = [f"note     {note}" for note in sorted(notes)]
     if args.system_prompt:
         lines.append(f"system   {args.system_prompt}")

@@ -62,7 +62,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dataset.lm_dataset import SFTDataset
-from model.loading import check_ends, is_moe
+from model.loading import eos_ids, is_moe
 from model.model_minimind import MiniMindConfig, plain_config
 from model.saving import save_directory, save_policy, whole_state
 from trainer.compute.scoring import PolicyScorer, score_learned
@@ -112,7 +112,9 @@ class SftRun(SupervisedRun):
 
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         args = self.args
-        check_ends(self.data[0], self.tokenizer, policy)
+        for data in (self.data, self.held_out):
+            if isinstance(data, SFTDataset):
+                data.end_at(eos_ids(self.tokenizer, policy))
         self.scorer = PolicyScorer(policy, self.dtype)
         hidden_size = policy.config.hidden_size
         self.result_path = minimind_pth(args.out_dir, "full_sft", hidden_size, is_moe(policy))

@@ -85,7 +85,7 @@ def test_named_keys_are_read_line_by_line_and_records_stay_as_they_are(chat, jso
     prompts = RLAIFDataset(jsonl(record), chat, 100, keys=keys)
     answers = logged(jsonl(record), chat, 100, keys=keys)
     for data in (prompts, answers):
-        assert data[0].record == record and data[0].prompt == [tiny.user("hi")]
+        assert data[0].record == record and data[0].prompt == turns
         assert list(data.columns) == list(record)
     assert prompts[0].answer == answers[0].response == "5"
 
@@ -252,7 +252,8 @@ def test_a_text_as_template(plain, jsonl, tmp_path):
         assert prompt_text(plain, "hi") == shown
     turns = [SYSTEM, *[tiny.user("hi"), tiny.assistant("yes")] * 2]
     talk = SFTDataset(jsonl({"messages": turns}), plain, 100)[0]
-    assert learned(plain, talk) == "<yes><yes>"  # although nothing in this template says whose turn it is
+    # although nothing in this template says whose turn it is, or ends one
+    assert learned(plain, talk) == f"<yes><yes>{eos}"
     typo = "{% for m in messages %}Q: {{ m['contents'] }}{% endfor %}"
     for template in ("no hole", "{prompt} {prompt}", "{{ nonsense", typo):
         tiny.refused("--prompt_template", set_template, plain, template)
@@ -358,7 +359,7 @@ def test_ppo_takes_the_named_keys_and_compares_them_on_resuming(tmp_path, capsys
     files |= SIZES | {"mini_batch_size": 4, "max_gen_len": 4, "critic_warmup_steps": 0, "reasoning": 0}
     tiny.train(**files, prompt_key="x.q", answer_key="gold")
     said = capsys.readouterr().out
-    assert said.count(f"note     {path}: tools are ignored: turns") == 1  # though it is held out too
+    assert said.count(f"note     {path}: no tool is run; ") == 1  # though it is held out too
     keeps = "longer than --max_seq_len 32; --max_seq_len 43 keeps them"  # user, 40 words, </s>, assistant
     assert f"\nheld out 4 (1 of 5 read dropped, {keeps}) prompts\n" in said
     assert tiny.read_jsonl(tmp_path / "out/r/samples.jsonl")[0]["prompt"] == "b c d"
@@ -379,7 +380,7 @@ def test_the_two_stages_before_take_them_as_well(tmp_path, capsys):
     dropped = f" (1 of 9 read dropped, longer than {limit})\n"
     train_sft.main(tiny.flags(**common, answer_key="good", eval_size=4))
     said = capsys.readouterr().out
-    assert said.count("tools are ignored") == 1
+    assert said.count("no tool is run; lists of tools are left out") == 1
     assert f": 4{dropped}held out 4\n" in said  # what was dropped counts once
     train_reward.main(tiny.flags(**common, eval_data_path=path, chosen_key="good", rejected_key="bad"))
     assert f": 8{dropped}held out 8{dropped}" in capsys.readouterr().out

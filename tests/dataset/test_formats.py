@@ -38,9 +38,20 @@ CALLS = [
     {"role": "tool", "content": parts("23")},
     assistant("5", tool_calls=None),  # as tables have it, where another record has a call
 ]
-OBSERVED = [HUMAN, {"from": "function_call", "value": "{}"}, {"from": "observation", "value": "22"}, GPT]
+OBSERVED = [HUMAN, {"from": "function_call", "value": '{"name": "f"}'}]
+OBSERVED += [{"from": "observation", "value": "22"}, GPT]
 FUNCTION = [U, assistant(None, function_call={"name": "f"}), {"role": "function", "content": "2"}, A]
 
+
+def called(name, before=""):
+    return assistant(f'{before}<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>')
+
+
+def tool(text):
+    return {"role": "tool", "content": text}
+
+
+CALLED = [U, called("weather"), tool("22"), called("weather", "Let me see.\n"), tool("23")]
 FORMS = {  # name: (record, prompt, answer), beside the examples of docs/data.md
     "minimind without roles": ({"conversations": [{"content": "hi"}, {"content": "5"}]}, [U], "5"),
     "minimind placeholder": ({"conversations": [U, assistant("无")]}, [U], None),
@@ -49,9 +60,9 @@ FORMS = {  # name: (record, prompt, answer), beside the examples of docs/data.md
     "a text of JSON": ({"prompt": '[{"role": 1'}, '[{"role": 1', None),
     "a thought": ({"messages": [U, assistant("5", reasoning_content="\nso\n")]}, [U], THOUGHT),
     "openai's parts": ({"messages": [{"role": "user", "content": parts("h", "i")}, A]}, [U], "5"),
-    "openai's tools": ({"messages": CALLS}, [U], "5"),
-    "openai's tools, before there were such": ({"messages": FUNCTION}, [U], "5"),
-    "sharegpt's tools": ({"conversations": OBSERVED}, [U], "5"),
+    "openai's tools": ({"messages": CALLS}, CALLED, "5"),
+    "openai's tools, before there were such": ({"messages": FUNCTION}, [U, called("f"), tool("2")], "5"),
+    "sharegpt's tools": ({"conversations": OBSERVED}, [U, called("f"), tool("22")], "5"),
     "the only answer of a list": ({"prompt": "hi", "answer": [5]}, "hi", "5"),
     "turns with no answer beside them": ({"messages": [U, A], "answer": []}, [U], "5"),
     "a completion of turns is added": (
@@ -138,15 +149,6 @@ def test_a_list_is_several_right_answers_to_compare_with_and_none_to_learn():
     beside["answer"] = beside["gt"]  # the turns are learned, and the list is compared with
     assert (to_prompt(beside), to_demonstration(beside)) == (([U], ["5", "five"]), ([U], "5"))
     refused(SEVERAL, lambda record: read(to_demonstration, record, Keys(answer="gt")), beside)
-
-
-def test_tools_are_noticed_wherever_they_are():
-    for turns in (CALLS, FUNCTION, [U, {"role": "tool", "content": "2"}, A]):
-        assert formats.has_tools({"messages": turns}) and formats.has_tools({"prompt": turns})
-    assert formats.has_tools({"conversations": OBSERVED}) and formats.has_tools(
-        {"prompt": "hi", "tools": "[]"}
-    )
-    assert not formats.has_tools({"messages": [U, A]}) and not formats.has_tools({"prompt": "tool"})
 
 
 SOLUTIONS = {
@@ -258,10 +260,9 @@ BAD = [  # (reader, record, what is said[, keys])
     (to_prompt, {"conversations": []}, "not empty"),
     (to_prompt, {"conversations": [A]}, "prompt is empty"),
     (to_prompt, {"messages": [{"role": 3, "content": "hi"}]}, 'turn 1 .* "role" that is no text'),
-    (to_prompt, {"messages": CALLS[1:3]}, "not only of tools"),
     (to_prompt, {"messages": [assistant(None, tool_calls=[])]}, NO_TEXT),
     (to_demonstration, {"prompt": "hi", "answer": " "}, "no answer to learn from"),
-    (to_demonstration, {"messages": CALLS[:2]}, r"no answer to learn from \(a call of a tool is none\)"),
+    (to_demonstration, {"messages": CALLS[:3]}, r"no answer to learn from \(the result of a tool is none\)"),
     (to_pair, {"prompt": "hi", "chosen": "5"}, 'no "rejected"; keys found: "prompt", "chosen".*--rejected_k'),
     (to_pair, {"prompt": "", "chosen": "5", "rejected": "6"}, f'"chosen" {SIDE}'),
     (to_pair, {"chosen": SAID, "rejected": "6"}, f'"rejected" {SIDE}'),

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.data_order import global_batch
 from dataset.lm_dataset import SFTDataset
-from model.loading import check_ends, most_positions
+from model.loading import eos_ids, most_positions
 from trainer.compute.batch import Batch
 from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.options.option import Option
@@ -84,5 +84,5 @@ def load_demonstrations(
         return None
     longest = min(args.max_seq_len + args.max_gen_len, most_positions(actor.config))
     data = Demonstrations(args.ptx_data_path, tokenizer, longest, args.system_prompt)
-    check_ends(data[0], tokenizer, actor)
+    data.end_at(eos_ids(tokenizer, actor))
     return data
