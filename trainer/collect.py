@@ -84,6 +84,7 @@ def respond(run: Any, prompts: list[Prompt], keys: Tensor, temperature: float) -
         temperature=temperature,
         min_gen_len=run.args.min_gen_len,
         stops=run.endings.stops,
+        never=run.endings.forbidden.never,
     )
     if run.plan.release_cache:  # memory is short in the phases after sampling
         run.sampler.release()

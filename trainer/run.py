@@ -265,7 +265,7 @@ class PpoRun(Run):
     def _build_learners(self) -> None:
         """How models are scored, and how they learn."""
         args = self.args
-        scorer_of = partial(PolicyScorer, dtype=self.dtype, early_ends=self.endings.early)
+        scorer_of = partial(PolicyScorer, dtype=self.dtype, forbidden=self.endings.forbidden)
         training = scorer_of(self.actor, learn_entropy=args.entropy_coef > 0)
         self.scorers = {
             "actor": training,
@@ -405,9 +405,11 @@ class PpoRun(Run):
         adapters = describe_adapters(self.actor)
         sums = ("score", "score_raw", *(["function"] if len(self.reward.functions) > 1 else []))
         parts = [name for name in self.reward.names if name not in sums]
+        never = sum(behind - first for first, behind in self.endings.forbidden.never)
         lines = [
             f"policy   {args.model}: {self.ref.num_parameters() / 1e6:.2f}M parameters, "
             f"{self.actor.config.model_type}",
+            f"note     never sampled: {never} ids that are no token of the tokenizer" if never else "",
             f"lora     {adapters}" if adapters else "",
             f"reward   {' + '.join(parts) or 'the scores of the file'}",
             data,
@@ -556,7 +558,7 @@ def critic_start(
     "actor" does, and "reward" raises InputError. models: {name: (reward model, weight)}; longest: tokens of
     a prompt with its response.
     """
-    rows = embeddings(policy)  # often more than the tokenizer has ids: the policy can sample each of them
+    rows = embeddings(policy)  # an id that ends a response may be none of the tokenizer's
     readers = [
         (model.model, weight)
         for model, weight in models.values()
