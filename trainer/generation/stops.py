@@ -28,19 +28,16 @@ BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # i
 
 
 class Forbidden(NamedTuple):
-    """The tokens that a response may not have: their logits are -inf.
+    """What a response may not have: the ids of ``never``, and the ends ``ids`` among its first least - 1
+    tokens (``--min_gen_len``). There their logits are -inf.
 
     The sampler and every scorer (actor, old actor, reference) do the same, so the policy that is sampled is
-    the one that is scored. All other tokens share the probability, in entropy and KL too.
-
-    ``--min_gen_len``: a response has at least ``least`` tokens, the EOS that ends it counted. So no id that
-    ends a response (``ids``) may be one of its first least - 1 tokens. ``never``: ids without a text
-    (``without_text``), as runs (first, behind the last).
+    the one that is scored. Its other tokens share the probability, in entropy and KL too.
     """
 
     least: int
     ids: tuple[int, ...]
-    never: tuple[tuple[int, int], ...] = ()
+    never: tuple[tuple[int, int], ...] = ()  # of ``without_text``
 
     def __bool__(self) -> bool:
         """Whether there are such tokens. A response has at least one token."""
