@@ -417,6 +417,11 @@ class PpoRun(Run):
         if self.ptx:
             texts = self.ptx.data
             lines.append(f"ptx      {texts.path}: {texts.describe()}, weight {self.ptx.coef:g} (--ptx_coef)")
+        for model in scoring_models(self.reward, self.judge):
+            if model.form:
+                lines.append(
+                    f"note     {model.tokenizer.name_or_path} reads {model.form!r} (--reward_template)"
+                )
         lines += describe_texts(args, (self.data, self.held_out, self.ptx.data if self.ptx else None))
         if self.critic:
             lines.append(f"lambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)")

@@ -48,7 +48,13 @@ from trainer.rewards.reward_function import (
     Steps,
     call_reward_function,
 )
-from trainer.rewards.reward_models import RewardModel, RewardModels, load_reward_models, named_models
+from trainer.rewards.reward_models import (
+    RewardModel,
+    RewardModels,
+    load_reward_models,
+    merged_history,
+    named_models,
+)
 from trainer.rewards.reward_server import RewardServer
 
 Parts = dict[str, Tensor]  # {name of the part: scores [B]}, NaN where a function says nothing of a response
@@ -136,6 +142,7 @@ class Reward:
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
     thinking_reward: float = 0.0
+    merge_history: bool = False
     whole: bool = False  # thoughts are judged too, as always with reasoning
     running: dict[str, RunningStats] = field(default_factory=dict)  # of the normalised parts' raw scores
 
@@ -206,6 +213,8 @@ class Reward:
     def _ask_models(self, request, said, raw):
         """Score every whole response, and every answer block alone, in one call of each reward model."""
         asked = [(prompt.prompt, text) for prompt, text in zip(request.prompts, said, strict=True)]
+        if self.merge_history:
+            asked = [(merged_history(prompt), text) for prompt, text in asked]
         count = len(asked)
         rows = []  # of the responses with an answer block
         for row, (prompt, text) in enumerate(asked[:]):
@@ -360,6 +369,7 @@ def make_reward(args: Namespace, functions: RewardFunctions) -> Reward:
         overlong_buffer=args.overlong_buffer,
         overlong_penalty=args.overlong_penalty,
         thinking_reward=args.thinking_reward,
+        merge_history=args.merge_history,
     )
 
 
@@ -369,6 +379,7 @@ def make_judge(args: Namespace, functions: RewardFunctions) -> Judge:
         models=not_loaded(args.eval_reward_model),
         functions=functions,
         reward_timeout=args.reward_timeout,
+        merge_history=args.merge_history,
         whole=args.reasoning,
     )
 
