@@ -61,7 +61,6 @@ from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.rewards.combine import (
     Reward,
-    errors_renamed,
     load_models,
     make_judge,
     make_reward,
@@ -75,8 +74,9 @@ from trainer.rewards.reward_function import (
     code_hash,
     fields_read,
     load_reward_functions,
+    named_in_errors,
     names_of_run,
-    try_reward_function,
+    try_reward_functions,
     values_of_run,
 )
 from trainer.rewards.reward_models import ClassifierRewardModel, RewardModels, models_hash
@@ -220,26 +220,23 @@ class PpoRun(Run):
         self.reward = Reward()
         if not args.offline_data_path:
             self.reward = make_reward(args, functions)
-            for function, _ in functions.values():
-                check_fields(function, of_run, data, self.held_out)
+            for name, (function, _) in functions.items():
+                with named_in_errors(name):
+                    check_fields(function, of_run, data, self.held_out)
         self.judge = make_judge(args, judges)
         with named_as_evaluation():
-            for judge, _ in judges.values():
-                check_fields(judge, of_run, self.held_out)
+            for name, (judge, _) in judges.items():
+                with named_in_errors(name):
+                    check_fields(judge, of_run, self.held_out)
         if self.held_out and not args.offline_data_path:  # pairs of logged answers need the model
             first_best(self)  # checks --best_metric
         if not self.world.is_main:  # a function may cost money at each call
             return
         if args.resume:
             check_resume(self, self.text_fingerprints())
-        for name, (function, _) in self.reward.functions.items():
-            with errors_renamed("^--reward_fn", self.reward.flag_of(name)):
-                try_reward_function(function, data, known, args.reward_timeout)
+        try_reward_functions(self.reward.functions, known, args.reward_timeout, data, self.held_out)
         with named_as_evaluation():
-            for name, (judge, _) in judges.items():
-                if self.held_out:
-                    with errors_renamed("^--reward_fn", self.judge.flag_of(name)):
-                        try_reward_function(judge, self.held_out, known, args.reward_timeout)
+            try_reward_functions(judges, known, args.reward_timeout, self.held_out)
 
     def _build_models(self, start: PreTrainedModel | None, weight: float) -> None:
         """Make the other models from the actor, which gets its adapters with --lora_r. start, weight: of

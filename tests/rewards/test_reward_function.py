@@ -478,6 +478,31 @@ def test_names_and_weights_of_several_functions(tmp_path):
     one, other, weighted = (reward_function.code_hash([x]) for x in (f"{a}:f", f"{a}:g", f"{a}:f=2"))
     assert len({one, other, weighted}) == 3
     assert reward_function.code_hash([]) == ""
+    (tmp_path / "c.py").write_text(
+        "def f(prompts, responses): ...\ndef g(solution_str, x): ...\n"
+    )
+    refused("^--reward_fn: a function takes", found, f"{tmp_path}/c.py:g")
+    refused("^--reward_fn g: a function takes", found, f"{a}:f=2", f"{tmp_path}/c.py:g=2")
+    refused("^--reward_fn c: a function takes", found, f"{a}:f", f"{tmp_path}/c.py:f")
+
+
+def test_the_hash_of_a_function_has_the_files_beside_it_that_it_imports(tmp_path):
+    texts = {
+        "f.py": "import json\ndef f(p, r, a):\n    from package import helper\n    return helper.f(r)\n",
+        "package/__init__.py": "",
+        "package/helper.py": "import torch, deep\n",
+        "deep.py": "x = 1\n",
+        "other.py": "x = 1\n",
+    }
+    (tmp_path / "package").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    hashes = [reward_function.code_hash([f"{tmp_path}/f.py:f"])]
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text + "# changed\n")
+        hashes.append(reward_function.code_hash([f"{tmp_path}/f.py:f"]))
+    *changed, other = hashes
+    assert len({*changed}) == 5 and other == changed[-1]  # nobody imports other.py
 
 
 def several(normalize=False):
@@ -604,3 +629,29 @@ def test_the_trial_says_of_which_function(tmp_path):
     files["reward_fn"] = f"{rules.__file__}:exact_answer"  # it answers None
     says = r"^--reward_fn: it says nothing of any response; no record has an answer: --answer_key names"
     refused(says, train_ppo.main, flags(**files))
+
+
+def test_the_trial_asks_about_held_out_prompts_with_other_fields(tmp_path):
+    words = word_tokenizer("ab", chat=True)
+    records = {"train": {"answer": "b", "x": 1}, "same": {"x": 2, "answer": "a"}, "other": {"answer": "b"}}
+    train, same, other, none = (
+        RLAIFDataset(write_jsonl(tmp_path / name, [{"prompt": "a", **record}]), words, 64)
+        for name, record in {**records, "none": {"x": 1}}.items()
+    )
+    calls = []
+
+    def kwargs_only(completions, **columns):
+        calls.append(columns["x"])
+        return [None] * len(completions)
+
+    def plain(prompts, responses, answers):
+        calls.append(answers)
+        return [float(len(answer)) for answer in answers]
+
+    functions = {"function_one": (kwargs_only, 1.0), "function_two": (plain, 1.0)}
+    reward_function.try_reward_functions(functions, {}, 9, train, same)
+    assert calls == [[1, 1], ["b", "b"]]  # once each
+    says = r"^--reward_fn one: KeyError: 'x' at .*; correct the function; it was called for .*other"
+    refused(says, reward_function.try_reward_functions, functions, {}, 9, train, other)
+    says = r"^--reward_fn two: TypeError: .*; it was called for .*none; no record has an answer"
+    refused(says, reward_function.try_reward_functions, functions, {}, 9, train, none)

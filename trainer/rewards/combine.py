@@ -27,10 +27,8 @@ answers, the accuracy shows it. Where they have none, a second reward can: one t
 
 import json
 import math
-import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,6 +45,8 @@ from trainer.rewards.reward_function import (
     RewardFunctions,
     Steps,
     call_reward_function,
+    errors_renamed,
+    named_in_errors,
 )
 from trainer.rewards.reward_models import (
     RewardModel,
@@ -152,10 +152,6 @@ class Reward:
         functions = self.functions if len(self.functions) > 1 else ()
         return [*self.models, *functions, "server"] if self.normalize_reward else []
 
-    def flag_of(self, name: str) -> str:
-        """How errors name the function of a part."""
-        return "--reward_fn" + (f" {name.removeprefix('function_')}" if len(self.functions) > 1 else "")
-
     @property
     def names(self) -> list[str]:
         """The names of all scores that ``combine`` returns."""
@@ -182,14 +178,14 @@ class Reward:
         if self.models:
             parts |= self._ask_models(request, said, raw)
         for name, (function, weight) in self.functions.items():
-            with errors_renamed("^--reward_fn", self.flag_of(name)):
+            with named_in_errors(name):
                 scores, steps = call_reward_function(function, request, self.reward_timeout)
                 parts[name] = finite("--reward_fn", scores, texts, request.prompts)
-            if any(steps) and name in self.normalised:
-                raise InputError(
-                    f"{self.flag_of(name)}: with several functions --normalize_reward 1 needs "
-                    "numbers, and this one returned steps; leave the flag out"
-                )
+                if any(steps) and name in self.normalised:
+                    raise InputError(
+                        "--reward_fn: with several functions --normalize_reward 1 needs numbers, and this "
+                        "one returned steps; leave the flag out"
+                    )
             weighted = [[(offset, weight * x) for offset, x in pairs] for pairs in steps]
             raw.steps = [a + b for a, b in zip(raw.steps, weighted, strict=True)] if raw.steps else weighted
         raw.logged = request.logged
@@ -293,16 +289,6 @@ class Reward:
         if self.missing_eos_penalty is None:
             self.missing_eos_penalty = penalty
         self.running = {part: RunningStats(**stats) for part, stats in state.items()}
-
-
-@contextmanager
-def errors_renamed(pattern: str, new: str) -> Iterator[None]:
-    """In this block or function, what an error says of a flag becomes something else."""
-    try:
-        yield
-    except InputError as error:
-        error.args = (re.sub(pattern, new, str(error)),)
-        raise
 
 
 # Errors on --reward_fn and --reward_model name --eval_reward_fn and --eval_reward_model: the code that raises
