@@ -74,7 +74,6 @@ from trainer.rewards.reward_function import (
     code_hash,
     fields_read,
     load_reward_functions,
-    named_in_errors,
     names_of_run,
     try_reward_functions,
     values_of_run,
@@ -220,14 +219,10 @@ class PpoRun(Run):
         self.reward = Reward()
         if not args.offline_data_path:
             self.reward = make_reward(args, functions)
-            for name, (function, _) in functions.items():
-                with named_in_errors(name):
-                    check_fields(function, of_run, data, self.held_out)
+            check_fields(functions, of_run, data, self.held_out)
         self.judge = make_judge(args, judges)
         with named_as_evaluation():
-            for name, (judge, _) in judges.items():
-                with named_in_errors(name):
-                    check_fields(judge, of_run, self.held_out)
+            check_fields(judges, of_run, self.held_out)
         if self.held_out and not args.offline_data_path:  # pairs of logged answers need the model
             first_best(self)  # checks --best_metric
         if not self.world.is_main:  # a function may cost money at each call

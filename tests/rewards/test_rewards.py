@@ -393,7 +393,7 @@ def test_what_a_reward_template_makes_of_a_text():
 
 def test_an_encoder_takes_no_reward_template(tmp_path):
     save_encoder(tmp_path, "Bert")
-    says = "reads prompt and response as two texts; leave --reward_template out"
+    says = "it reads messages, or prompt and response as two; leave --reward_template out"
     tiny.refused(says, load_reward_model, str(tmp_path), CPU, form="{prompt}{response}")
 
 

@@ -255,9 +255,16 @@ def takes(function: RewardFunction, name: str) -> bool:
     return name in found or any(p.kind == p.VAR_KEYWORD for p in found.values())
 
 
-def check_fields(function: RewardFunction, of_run: list[str], *datasets: RecordDataset | None) -> None:
+def check_fields(functions: RewardFunctions, of_run: list[str], *datasets: RecordDataset | None) -> None:
     """Raise InputError if a function asks for what the records of one of the datasets do not have. of_run:
     what it may ask for besides (``names_of_run``)."""
+    for part, (function, _) in functions.items():
+        with named_in_errors(part):
+            check_fields_of(function, of_run, *datasets)
+
+
+def check_fields_of(function: RewardFunction, of_run: list[str], *datasets: RecordDataset | None) -> None:
+    """``check_fields`` of one function."""
     asked = wanted(function)
     third = first_three(function)[2:] if kind_of(function) == "ours" else []  # it gets the answers
     for data in filter(None, datasets):

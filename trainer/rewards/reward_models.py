@@ -73,11 +73,6 @@ class RewardModel(ABC):
     def __post_init__(self) -> None:
         """Check the model, and choose how it computes. Raises InputError."""
 
-    def check_form(self, reads: str) -> None:
-        """Raise InputError for --reward_template, where the model reads something else."""
-        if self.form:
-            raise InputError(f"it reads {reads}; leave --reward_template out")
-
     @abstractmethod
     def __call__(self, conversations: Conversations) -> Tensor:
         """N pairs (prompt, response) -> scores [N], fp32 on the CPU."""
@@ -105,12 +100,11 @@ class ClassifierRewardModel(RewardModel):
         self.causal = isinstance(getattr(model, "score", None), nn.Linear) and backbone is not model
         self.packs = self.causal and pack_sequences(backbone)
         self.root = backbone if self.packs else model
-        self.pairs = not self.causal and self.tokenizer.chat_template is None and self.tokenizer.is_fast
-        if self.pairs:
-            self.check_form("prompt and response as two texts")
-        elif self.form:
+        plain = self.tokenizer.chat_template is None
+        self.pairs = not self.causal and plain and self.tokenizer.is_fast
+        if self.form:
             self.tokenizer.chat_template = None
-        elif self.tokenizer.chat_template is None:  # every model of stage 2 has the entry
+        elif plain and not self.pairs:  # every model of stage 2 has the entry
             self.form = PLAIN if hasattr(config, "reward_offset") else TRAINED
         # RoBERTa has one type of tokens, DeBERTa v3 has none.
         types = "token_type_ids" in self.tokenizer.model_input_names
@@ -195,7 +189,6 @@ class RemoteRewardModel(RewardModel):
             raise InputError(
                 "it is no sequence classifier, and its code has no get_score(tokenizer, messages)"
             )
-        self.check_form("messages")
         self.batched = False
         if not hasattr(self.model, "get_scores"):
             return
@@ -284,7 +277,10 @@ def load_reward_model(
         nn.Module.to(model, device).requires_grad_(False)
         kind = ClassifierRewardModel if classifies else RemoteRewardModel
         # Code from outside knows no mixed precision.
-        return kind(model, tokenizer, torch.float32 if is_from_outside(model) else dtype, form)
+        reward = kind(model, tokenizer, torch.float32 if is_from_outside(model) else dtype, form)
+        if form and (reward.pairs or not classifies):
+            raise InputError("it reads messages, or prompt and response as two; leave --reward_template out")
+        return reward
 
 
 def parse_spec(text: str, flag: str = "--reward_model") -> tuple[str, float]:
