@@ -432,6 +432,8 @@ class PpoRun(Run):
         ids = len(tokenizer.get_vocab())
         models = self.reward.models.items()
         plain = [name for name, (model, _) in models if not (model.tokenizer.chat_template or model.pairs)]
+        if self.args.reward_template:
+            plain = []  # it says what they read
         return super().facts() | {
             "prompts": len(prompts),
             "dropped_share": prompts.dropped / prompts.read,  # share of the records that are too long

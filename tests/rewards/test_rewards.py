@@ -374,6 +374,15 @@ def test_without_a_chat_template_a_model_reads_what_it_was_trained_on(tmp_path):
     assert len(hashes | {models_hash({"model": (trls, 1.0)})}) == 3
 
 
+def test_the_flag_says_what_reward_models_read(tmp_path):
+    run, _ = make_run(tiny.run_files(tmp_path), reward_template="{prompt}\\n{response}")
+    assert (
+        f"note     {tmp_path / 'reward'} reads '{{prompt}}\\n{{response}}' (--reward_template)" in run.about()
+    )
+    assert run.reward.models["model"][0].form == "{prompt}\n{response}"
+    assert run.facts()["without_template"] == ""
+
+
 def test_what_a_reward_template_makes_of_a_text():
     tokenizer = tiny.word_tokenizer(WORDS)
     for form, prompt, response, wanted in (
