@@ -55,7 +55,7 @@ from model.loading import (
     tokenizer_source,
 )
 from trainer.endings import read_stops
-from trainer.generation.stops import decode
+from trainer.generation.stops import decode, without_text
 from trainer.runs.distributed import init_world
 
 
@@ -83,11 +83,13 @@ class Speaker:
         trained = [trained] if isinstance(trained, str) else trained
         self.stops, ids = read_stops(args.stop or trained, self.tokenizer)
         self.eos = {*eos_ids(self.tokenizer, self.model), *ids}
+        runs = without_text(self.tokenizer, len(self.model.get_output_embeddings().weight), self.eos)
         # Not what a checkpoint adds to it, such as top-p or a repetition penalty.
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
         self.model.generation_config = GenerationConfig(
             **(sampling if args.temperature else {}),
             eos_token_id=sorted(self.eos),
+            suppress_tokens=[i for run in runs for i in range(*run)] or None,
             pad_token_id=self.tokenizer.pad_token_id,
         )
         turns = args.history if self.tokenizer.chat_template else 0

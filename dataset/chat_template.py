@@ -60,6 +60,8 @@ Thinking = Callable[[int], dict[str, bool]]
 Ids = list[int]  # of tokens
 Turn = dict[str, Any]  # a message as the chat template gets it
 MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
+# Without a chat template, a reward model of stage 2 reads prompt and response so:
+PLAIN = "{prompt}\n{response}"
 # What makes a normalizer or pre-tokenizer put no space before a text (Llama 2, Mistral, RoBERTa)
 NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
 
@@ -301,14 +303,20 @@ def prompt_text(
     return render(tokenizer, asked, generate=True, tools=mark_all(tokenizer, tools), **kwargs)
 
 
-def conversation_text(tokenizer: PreTrainedTokenizerBase, prompt: Asked, response: str) -> str:
+def conversation_text(
+    tokenizer: PreTrainedTokenizerBase, prompt: Asked, response: str, form: str = PLAIN
+) -> str:
     """The text that a reward model reads, marked: the chat template applied to prompt and response. Without a
-    template, a newline is between prompt and response, or a space if the prompt is a transcript."""
+    template: ``form`` with these two and {eos} in it; behind a transcript a space, and no newline."""
     asked = for_tokenizer(tokenizer, prompt)
     if not isinstance(asked, str):
         return render(tokenizer, [*asked, as_turn(tokenizer, "assistant", response)])
     response = mark_special(tokenizer, response)
-    return f"{asked} {response.removeprefix(' ')}" if is_transcript(prompt) else f"{asked}\n{response}"
+    if is_transcript(prompt):
+        response = " " + response.removeprefix(" ")
+        form = form.replace("\n{response}", "{response}")
+    texts = {"{prompt}": asked, "{response}": response, "{eos}": tokenizer.eos_token or ""}
+    return re.sub("|".join(texts), lambda name: texts[name[0]], form)
 
 
 def learned_pieces(
@@ -380,10 +388,12 @@ def pair_ids(
     return ids, types
 
 
-def conversation_ids(tokenizer: PreTrainedTokenizerBase, conversations: list[Answered]) -> list[Ids]:
+def conversation_ids(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Answered], form: str = PLAIN
+) -> list[Ids]:
     """Pairs (prompt, response text) -> the token ids that a reward model reads, in stage 2 and in PPO: a list
-    for each pair, all from one call of the tokenizer."""
-    texts = [conversation_text(tokenizer, *pair) for pair in conversations]
+    for each pair, all from one call of the tokenizer. form: as in ``conversation_text``."""
+    texts = [conversation_text(tokenizer, *pair, form) for pair in conversations]
     return encode(tokenizer, texts, closing=True)
 
 

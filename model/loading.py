@@ -320,16 +320,24 @@ def most_positions(config: PreTrainedConfig) -> int:
 def eos_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
     """The ids that end a response, sorted: the tokenizer's EOS and those of the model's generation config.
 
-    Raises ``InputError`` if there is no such id, or if one of them is not a token id.
+    Raises ``InputError`` if the model has no such id, or if one of the config is not a token id.
     """
     configured = model.generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
-    ids = [i for i in (*ids, tokenizer.eos_token_id) if i is not None]
-    if not ids or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+    ids = [i for i in ids if i is not None]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise InputError(
+            f"{model.name_or_path}: eos_token_id {configured!r:.100} in generation_config.json (without that "
+            "file: in config.json) must be a token id, or a list of them; correct it, or delete it where "
+            "the tokenizer has an EOS"
+        )
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    if not any(i < embeddings(model) for i in ids):
         raise InputError(
             f"neither the tokenizer {tokenizer.name_or_path} nor the generation config (eos_token_id "
-            f"{configured!r:.100}) names an EOS token: responses would never end; set eos_token in "
-            "tokenizer_config.json"
+            f"{configured!r:.100}) names an EOS token of this model: responses would never end; set "
+            "eos_token in tokenizer_config.json"
         )
     return sorted(set(ids))
 

@@ -104,6 +104,18 @@ def start(*flags, cwd=ROOT, **more):
     return (Forked if LINUX else subprocess.Popen)(command, cwd=cwd, env=environment, **streams)
 
 
+def test_ids_without_a_text_are_not_said(tmp_path):
+    model = talker(TOKENIZER)
+    model.resize_token_embeddings(40)
+    model.lm_head.weight.data[len(TOKENIZER) :] = 0
+    answers = [speaker(saved(model, tmp_path)).answer("w1 w2")]
+    first = model.lm_head.weight.data[:1]
+    model.lm_head.weight.data[len(TOKENIZER) :] = 9 * first.sign()
+    model.lm_head.weight.data[len(TOKENIZER) + 1 :] *= -1  # one of the two wins always
+    answers.append(speaker(saved(model, tmp_path)).answer("w1 w2"))
+    assert answers[0] == answers[1]
+
+
 def test_one_prompt_from_any_folder(out, tmp_path):
     process = start(
         "--out_dir", out, "--max_gen_len", 12, "--prompt", "w1 w2", "--device", "cpu", cwd=tmp_path

@@ -115,6 +115,12 @@ OWN = {"model": "x", "data_path": "x", "reward_url": "http://x"}
         ({"overlong_buffer": 65}, "--overlong_buffer 65: must be at most --max_gen_len 64"),
         ({"model": "x", "reward_url": "http://x"}, "--data_path: name the JSONL file with the prompts"),
         ({"model": "x", "data_path": "x"}, "--reward_model: name one, or a function"),
+        ({**OWN, "merge_history": 1}, "--merge_history: is of use only with --reward_model"),
+        ({**OWN, "reward_template": "{prompt}{response}"}, "--reward_template: is of use only with --reward"),
+        (
+            {"reward_template": "{prompt}\\n"},
+            "--reward_template: must hold {prompt} and {response} once each",
+        ),
         ({**OWN, "best_metric": "x"}, "--best_metric: is of use in evaluations only"),
         ({**OWN, "eval_reward_fn": "x"}, "--eval_reward_fn: is of use in evaluations only"),
         ({**OWN, "eval_reward_model": "x"}, "--eval_reward_model: is of use in evaluations only"),

@@ -104,6 +104,7 @@ class Plain:
     def __init__(self, run, policy, critic):
         """policy, critic: copies of the run's classes before the run has seen them."""
         self.args, self.total_steps = run.args, run.total_steps
+        self.ids = len(run.tokenizer)  # models may have rows above these
         self.actor, self.old_actor, self.ref = (
             same_weights(policy, model)
             for model in (run.models.actor, run.models.old_actor, used_reference(run))
@@ -171,6 +172,7 @@ class Plain:
         logits = logits / self.args.temperature
         early = place - torch.tensor(self.prompt_len)[self.row[mine]] < self.args.min_gen_len - 1
         logits = logits.masked_fill(early[:, None] & (torch.arange(logits.shape[1]) == 0), -1e30)  # 0 is EOS
+        logits = logits.masked_fill(torch.arange(logits.shape[1]) >= self.ids, -1e30)
         log_p = torch.log_softmax(logits, -1)
         chosen = log_p[torch.arange(len(row)), tokens[row, place]]
         return chosen, -(log_p.exp() * log_p).sum(-1), balance_losses(output, mask, model.config)
@@ -204,6 +206,7 @@ class Plain:
             logits = (
                 self.old_actor(tokens, attention_mask=mask.long()).logits[range(len(rows)), last].double()
             )
+            logits[:, self.ids :] = -math.inf
             if t < args.min_gen_len - 1:
                 logits[:, eos] = -math.inf
             below = torch.softmax(logits / args.temperature, -1).cumsum(-1) <= noise[going, t, None]
@@ -557,7 +560,7 @@ def files(tmp_path_factory):
     (folder / "steps.py").write_text(REWARD)
     torch.manual_seed(0)
     tokenizer = load_tokenizer(found["model"])
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": len(tokenizer) + 3}  # never sampled
     experts = MiniMindConfig(**sizes, use_moe=True, eos_token_id=0, router_aux_loss_coef=0.5)
     MiniMindForCausalLM(experts).save_pretrained(folder / "experts")
     tokenizer.save_pretrained(folder / "experts")
@@ -591,6 +594,7 @@ def start(files, experts=False, steps=False, logged=False, **values):
     args = train_ppo.parse_args(flags(**given))
     untouched = load_policy(args.model)
     run = PpoRun(args, ALONE)
+    assert ("never sampled: 3 ids that" in run.about()) == bool(experts)
     prompts = run.data
     critic = copy.deepcopy(run.models.critic)
     if critic:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from errors import InputError
 from model.loading import TAGS, eos_ids
-from trainer.generation.stops import HALF, EarlyEnds, StopStrings, with_roles
+from trainer.generation.stops import HALF, Forbidden, StopStrings, with_roles, without_text
 
 
 class Endings(NamedTuple):
@@ -19,7 +19,7 @@ class Endings(NamedTuple):
 
     eos: list[int]  # the token ids that do
     stops: StopStrings | None
-    early: EarlyEnds  # forbids these ids where a response is still too short
+    forbidden: Forbidden  # these ids where a response is still too short, and ids without a text
 
 
 def load_endings(args: Namespace, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel) -> Endings:
@@ -32,7 +32,8 @@ def load_endings(args: Namespace, tokenizer: PreTrainedTokenizerBase, policy: Pr
     texts, ids = read_stops(args.stop, tokenizer, args.reasoning)
     ends = sorted({*eos_ids(tokenizer, policy), *args.stop_token_ids, *ids})
     stops = StopStrings(texts, tokenizer) if texts else None
-    return Endings(ends, stops, EarlyEnds(args.min_gen_len, tuple(ends)))
+    never = without_text(tokenizer, len(policy.get_output_embeddings().weight), ends)
+    return Endings(ends, stops, Forbidden(args.min_gen_len, tuple(ends), never))
 
 
 def keep_endings(endings: Endings, policy: PreTrainedModel) -> None:

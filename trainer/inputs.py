@@ -187,6 +187,13 @@ def fill_paths(args: Flags) -> None:
         )
     if args.critic_init == "reward" and not args.reward_model:
         raise InputError("--critic_init reward: starts from a --reward_model; name one, or leave it out")
+    for name in ("reward_template", "merge_history"):
+        if getattr(args, name) and not (args.reward_model or args.eval_reward_model):
+            raise InputError(f"--{name}: is of use only with --reward_model; leave it out")
+    form = args.reward_template.replace("\\n", "\n").replace("\\t", "\t")
+    args.reward_template = form
+    if form and not form.count("{prompt}") == form.count("{response}") == 1:
+        raise InputError("--reward_template: must hold {prompt} and {response} once each")
     for name in ("eval_reward_model", "eval_reward_fn", "best_metric"):
         if getattr(args, name) and not args.eval_data_path:
             raise InputError(f"--{name}: is of use in evaluations only; give --eval_data_path too")

@@ -104,7 +104,7 @@ class Models:
         self.old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor, shared)
 
     def _make_scorers(self, endings: Endings) -> None:
-        scorer_of = partial(PolicyScorer, dtype=self.dtype, early_ends=endings.early)
+        scorer_of = partial(PolicyScorer, dtype=self.dtype, forbidden=endings.forbidden)
         self.actor_scorer = scorer_of(self.actor, learn_entropy=self.args.entropy_coef > 0)
         same = self.old_actor is self.actor
         self.old_actor_scorer = self.actor_scorer if same else scorer_of(self.old_actor)
@@ -191,7 +191,7 @@ def critic_start(
     "actor" does, and "reward" raises InputError. models: {name: (reward model, weight)}; longest: tokens of
     a prompt with its response.
     """
-    rows = embeddings(policy)  # often more than the tokenizer has ids: the policy can sample each of them
+    rows = embeddings(policy)  # an id that ends a response may be none of the tokenizer's
     readers = [
         (model.model, weight)
         for model, weight in models.values()

@@ -85,6 +85,7 @@ class RolloutEngine:
             temperature=temperature,
             min_gen_len=self.args.min_gen_len,
             stops=self.endings.stops,
+            never=self.endings.forbidden.never,
         )
         if self.release_cache:
             self.sampler.release()

@@ -54,7 +54,6 @@ from trainer.options.ptx import Ptx, load_demonstrations
 from trainer.options.replay import Replay
 from trainer.rewards.combine import (
     Reward,
-    errors_renamed,
     load_models,
     make_judge,
     make_reward,
@@ -70,7 +69,7 @@ from trainer.rewards.reward_function import (
     fields_read,
     load_reward_functions,
     names_of_run,
-    try_reward_function,
+    try_reward_functions,
     values_of_run,
 )
 from trainer.rewards.reward_models import models_hash
@@ -223,26 +222,19 @@ class PpoRun(Run):
         self.reward = Reward()
         if not args.offline_data_path:
             self.reward = make_reward(args, functions)
-            for function, _ in functions.values():
-                check_fields(function, of_run, data, self.held_out)
+            check_fields(functions, of_run, data, self.held_out)
         self.judge = make_judge(args, judges)
         with named_as_evaluation():
-            for judge, _ in judges.values():
-                check_fields(judge, of_run, self.held_out)
+            check_fields(judges, of_run, self.held_out)
         if self.held_out and not args.offline_data_path:  # pairs of logged answers need the model
             self._first_best()  # checks --best_metric
         if not self.world.is_main:  # a function may cost money at each call
             return
         if args.resume:
             check_resume(self, self.text_fingerprints())
-        for name, (function, _) in self.reward.functions.items():
-            with errors_renamed("^--reward_fn", self.reward.flag_of(name)):
-                try_reward_function(function, data, known, args.reward_timeout)
+        try_reward_functions(self.reward.functions, known, args.reward_timeout, data, self.held_out)
         with named_as_evaluation():
-            for name, (judge, _) in judges.items():
-                if self.held_out:
-                    with errors_renamed("^--reward_fn", self.judge.flag_of(name)):
-                        try_reward_function(judge, self.held_out, known, args.reward_timeout)
+            try_reward_functions(judges, known, args.reward_timeout, self.held_out)
 
     def _memory_case(
         self,
@@ -386,14 +378,21 @@ class PpoRun(Run):
         adapters = describe_adapters(actor)
         sums = ("score", "score_raw", *(["function"] if len(self.reward.functions) > 1 else []))
         parts = [name for name in self.reward.names if name not in sums]
+        never = sum(behind - first for first, behind in self.endings.forbidden.never)
         lines = [
             f"policy   {args.model}: {self._parameters / 1e6:.2f}M parameters, {actor.config.model_type}",
+            f"note     never sampled: {never} ids that are no token of the tokenizer" if never else "",
             f"lora     {adapters}" if adapters else "",
             f"reward   {' + '.join(parts) or 'the scores of the file'}",
             data,
         ]
         if texts := self.demonstrations:
             lines.append(f"ptx      {texts.path}: {texts.describe()}, weight {args.ptx_coef:g} (--ptx_coef)")
+        for model in scoring_models(self.reward, self.judge):
+            if model.form:
+                lines.append(
+                    f"note     {model.tokenizer.name_or_path} reads {model.form!r} (--reward_template)"
+                )
         lines += describe_texts(args, (self.data, self.held_out, texts))
         if self.models.critic:
             lines.append(f"lambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)")
@@ -412,6 +411,8 @@ class PpoRun(Run):
         ids = len(tokenizer.get_vocab())
         models = self.reward.models.items()
         plain = [name for name, (model, _) in models if not (model.tokenizer.chat_template or model.pairs)]
+        if self.args.reward_template:
+            plain = []  # it says what they read
         return super().facts() | {
             "prompts": len(prompts),
             "dropped_share": prompts.dropped / prompts.read,  # share of the records that are too long

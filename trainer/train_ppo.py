@@ -92,6 +92,8 @@ def flag_parser() -> FlagParser:
     add_sampled("--thinking_reward", 0.0, "times MiniMind's points for a thought; 1 is usual")
     add_sampled("--reward_model", [], "PATH, or PATH=WEIGHT …", type=path)
     add("--reward_dtype", "auto", "of its weights; auto: as the checkpoint's", choices=DTYPES)
+    add("--reward_template", "", "text with {prompt}, {response}, {eos} that reward models read")
+    switch("--merge_history", 0, "1: reward models get a prompt's messages as one, as MiniMind's")
     add_sampled("--reward_fn", [], "functions of yours: path.py:function, or f.py:g=WEIGHT …", type=path)
     add_sampled("--reward_url", "", "a server that scores; docs/rewards.md", may_change=True)
     add("--reward_timeout", 600.0, "seconds for --reward_fn, _url", may_change=True)

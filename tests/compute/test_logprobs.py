@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.compute import logprobs
 from trainer.compute.batching import Layout
 from trainer.compute.logprobs import token_logprobs
-from trainer.generation.stops import EarlyEnds
+from trainer.generation.stops import Forbidden
 
 
 @pytest.fixture(params=["a CPU's functions", "torch's functions", "a GPU's functions"], autouse=True)
@@ -121,7 +121,7 @@ def test_ids_that_come_too_early_have_no_probability_and_no_gradient(monkeypatch
     head, states, targets, upstream = draw()
     targets = targets.clamp(4, 48)
     targets[[5, 9, 16]] = torch.tensor([3, 3, 49])  # where they may be
-    forbid_ = EarlyEnds(6, [3, 49, 1000]).of(Layout.of_responses([2, 4], [10, 7]))  # no model has id 1000
+    forbid_ = Forbidden(6, [3, 49, 1000]).of(Layout.of_responses([2, 4], [10, 7]))  # no model has id 1000
     early = torch.tensor([*range(5), *range(10, 15)])
     mask = torch.zeros(COUNT, 50, dtype=torch.bool)
     mask[early[:, None], torch.tensor([3, 49])] = True

@@ -19,7 +19,7 @@ from trainer.generation.engine import Engine, Sampler
 from trainer.generation.kv_cache import tabulate_rotary
 from trainer.generation.sampler_copy import JoinedLinear
 from trainer.generation.sampling import noise_keys, uniform
-from trainer.generation.stops import EarlyEnds
+from trainer.generation.stops import Forbidden
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -40,7 +40,7 @@ class Slots:
         self.state = torch.stack([row, torch.full_like(row, 3), 7 + count, count, begun, done])
         self.row, self.token, self.position, self.count, self.begun, self.done = self.state
         self.noise = uniform(noise_keys(1, 0, range(9)), 6).to(DEVICE)
-        self.eos, self.limit, self.early_ends = ids(1, 4, 6), 5, EarlyEnds(2, (1, 4, 6))
+        self.eos, self.limit, self.forbidden = ids(1, 4, 6), 5, Forbidden(2, (1, 4, 6))
         self.tokens = torch.zeros(9, 6, dtype=torch.int64, device=DEVICE)
         self.logprobs = torch.zeros(9, 6, device=DEVICE)
         self.temperature = 0.8

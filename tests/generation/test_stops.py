@@ -1,5 +1,6 @@
 """What ends a response: stop strings, however tokens cut them, and --min_gen_len; the scorers do the same."""
 
+import json
 import random
 from functools import cache
 from itertools import product
@@ -9,6 +10,8 @@ import torch
 from recorded_graphs import sample_as_on_a_gpu, without_kernels
 from tiny import refused, tiny_llama, word_tokenizer
 from tiny_tokenizers import TOKENIZERS, byte_level, ids_of
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trainer import train_ppo
@@ -17,7 +20,7 @@ from trainer.compute.batching import Layout
 from trainer.endings import load_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys, uniform
-from trainer.generation.stops import EarlyEnds, StopStrings, decode, response_texts
+from trainer.generation.stops import Forbidden, StopStrings, decode, response_texts, without_text
 
 CASES = [
     ["ab"],
@@ -143,8 +146,8 @@ def wanted():
 
 @cache
 @torch.no_grad()
-def by_hand(model, least, stops):
-    """Token by token; ends get probability 0 where they are too early -> [(ids, finished)]"""
+def by_hand(model, least, stops, never):
+    """Token by token; ends get probability 0 where they are too early, never always -> [(ids, finished)]"""
     found = []
     for prompt, numbers in zip(PROMPTS, uniform(KEYS, 10), strict=True):
         ids, ended = [], False
@@ -152,6 +155,8 @@ def by_hand(model, least, stops):
             p = torch.softmax(model(torch.tensor([prompt + ids])).logits[0, -1].double(), -1)
             if len(ids) + 1 < least:
                 p[ENDS] = 0
+            for run in never:
+                p[slice(*run)] = 0
             ids.append(int((p.cumsum(0) <= numbers[len(ids)] * p.sum()).sum()))
             ended = ids[-1] in ENDS or bool(stops and end_by_hand(stops.texts, stops.tokenizer, ids, least))
         found.append((ids, ended))
@@ -167,11 +172,13 @@ def test_whatever_ends_a_response_nothing_else_changes(model, wanted, slots, dev
     if device == "GPU":
         sample_as_on_a_gpu(monkeypatch)
     sampler, seen = Sampler(model, slots=slots), []
-    for least, stops in ((0, wanted), (0, None), (5, None), (2, wanted), (6, wanted)):
-        cases = by_hand(model, least, stops)
+    some = ((3, 4), (8, 10))  # ids without a text
+    kinds = ((0, wanted), (0, None), (5, None), (2, wanted), (6, wanted), (0, None, some), (6, wanted, some))
+    for least, stops, *never in kinds:
+        cases = by_hand(model, least, stops, *never or [()])
         for rows in (range(16), range(3, 9)):
             keys, prompts = KEYS[list(rows)], [PROMPTS[row] for row in rows]
-            rollout = sampler.sample(prompts, keys, ENDS, 10, 1.0, least, stops)
+            rollout = sampler.sample(prompts, keys, ENDS, 10, 1.0, least, stops, *never)
             assert rollout.responses() == [cases[row][0] for row in rows]
             assert rollout.finished.tolist() == [cases[row][1] for row in rows]
             assert rollout.sampler_logprobs.shape == rollout.action_mask.shape
@@ -179,22 +186,37 @@ def test_whatever_ends_a_response_nothing_else_changes(model, wanted, slots, dev
             with torch.inference_mode():
                 sampler.engine.begun.fill_(1)  # what the last ones have left
         seen.append((min(len(ids) for ids, _ in cases), sum(finished for _, finished in cases)))
-    assert [shortest for shortest, _ in seen] == [1, 1, 5, 2, 6]
+    assert [shortest for shortest, _ in seen] == [1, 1, 5, 2, 6, 1, 6]
     assert seen[0][1] > seen[1][1] and all(0 < finished < 16 for _, finished in seen)
     assert bool(sampler.graphs.captured) == (device == "GPU")
-    assert [bool(EarlyEnds(least, (0,))) for least in (0, 1, 2)] == [False, False, True]
+    assert [bool(Forbidden(least, (0,))) for least in (0, 1, 2)] == [False, False, True]
+    assert Forbidden(0, (0,), some)
 
 
 def test_ids_are_forbidden_in_the_first_tokens_of_each_response():
     """Of responses with 4, 1 and 3 tokens. Rows behind the last token are padding, and stay."""
     layout = Layout.of_responses([2, 1, 3], [4, 1, 3])
-    forbid_ = EarlyEnds(3, (1,)).of(layout)
+    forbid_ = Forbidden(3, (1,)).of(layout)
     for size in (3, 9, 20):
         logits = torch.zeros(9, 3)
         for start in range(0, 9, size):
             forbid_(logits[start : start + size], slice(start, start + size))
         early = [1, 1, 0, 0, 1, 1, 1, 0, 0]
         assert logits.isneginf().tolist() == [[False, bool(row), False] for row in early]
+
+
+def test_ids_without_a_text_are_found_wherever_they_are():
+    """Above the tokenizer's ids, and between its words and a token that was added behind a gap."""
+    tokenizer = word_tokenizer(WORDS)  # 12 ids
+    assert without_text(tokenizer, 12, [0]) == ()
+    assert without_text(tokenizer, 20, [0]) == ((12, 20),)
+    assert without_text(tokenizer, 20, [0, 14, 50]) == ((12, 14), (15, 20))  # an end needs no text
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["vocab"]["<|end|>"] = 17
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
+    assert without_text(tokenizer, 20, [0]) == ((12, 17), (18, 20))
+    tokenizer.add_tokens(["<|more|>"], special_tokens=True)  # a reserved token has a text: its name
+    assert without_text(tokenizer, 20, [0]) == ((12, 13), (14, 17), (18, 20))
 
 
 def test_in_half_precision_and_greedy_too(model):
@@ -216,9 +238,9 @@ def test_flags_to_ends():
     found = endings("--stop", "a\\n", "<|end|>", "b\\tb", "--stop_token_ids", "3", tokenizer=tokenizer)
     assert found.stops.texts == ["a\n", "b\tb"]
     assert found.eos == [0, 3, tokenizer.convert_tokens_to_ids("<|end|>")]
-    assert endings() == ([0], None, EarlyEnds(0, (0,)))
-    assert not endings().early
-    assert endings("--min_gen_len", "3", "--stop_token_ids", "4").early.ids == (0, 4)
+    assert endings() == ([0], None, Forbidden(0, (0,)))
+    assert not endings().forbidden
+    assert endings("--min_gen_len", "3", "--stop_token_ids", "4").forbidden.ids == (0, 4)
 
 
 @pytest.mark.parametrize(

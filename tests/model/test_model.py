@@ -1,6 +1,7 @@
 """The package model/: parity with MiniMind's own code, loading and saving, the critic, bad input."""
 
 import json
+import re
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -237,10 +238,19 @@ def test_a_critic_reads_the_last_states_and_starts_at_0_or_with_its_reward_model
 
 def test_ends_and_a_tokenizer_that_fits():
     model = tiny_llama()
-    for configured, wanted in (([7, 2, 3], [2, 3, 7]), (151_645, [2, 151_645]), (None, [2])):
-        model.generation_config.eos_token_id = configured
+    ends = {151_645: [2, 151_645], None: [2], (7, 2, 3): [2, 3, 7], (None, 3): [2, 3], (): [2]}
+    for configured, wanted in ends.items():
+        model.generation_config.eos_token_id = [*configured] if isinstance(configured, tuple) else configured
         assert eos_ids(tiny_tokenizer(), model) == wanted
-    tiny.refused("EOS", eos_ids, tiny_tokenizer(eos_token=None), model)
+    for configured in ("2", -1, ["2", 3], 2.0, [2.0], True, 10**20, {"id": 2}, [[2]]):
+        model.generation_config.eos_token_id = configured
+        says = re.escape(
+            f"eos_token_id {configured!r} in generation_config.json (without that file: in config"
+        )
+        tiny.refused(says, eos_ids, tiny_tokenizer(), model)
+    for configured in (None, [], 151_645):  # no model has that id
+        model.generation_config.eos_token_id = configured
+        tiny.refused("names an EOS token of this model", eos_ids, tiny_tokenizer(eos_token=None), model)
     for size in (25, 40, 50):
         check_tokenizer(tiny_tokenizer(size), model)
     for size in (24, 51):

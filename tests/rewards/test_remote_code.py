@@ -170,6 +170,7 @@ def no_lucky_memory(monkeypatch):
 def test_it_scores_as_built_by_hand_and_in_batches(tmp_path, no_lucky_memory, capsys, monkeypatch):
     path, by_hand, tokenizer = save_old(tmp_path / "m")
     refused("--trust_remote_code", load_reward_model, path, CPU)
+    refused("it reads messages", load_reward_model, path, CPU, True, form="{prompt}{response}")
     model, expected = load(path), alone(by_hand, tokenizer)
     assert model.batched and expected.std() > 0.1
     assert alone(model.model, tokenizer).equal(expected)

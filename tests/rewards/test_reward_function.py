@@ -153,7 +153,7 @@ def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default(tmp_pat
 
     def load(*given):
         [(function, _)] = reward_function.load_reward_functions([f"{path}:f"]).values()
-        reward_function.check_fields(function, *given)
+        reward_function.check_fields_of(function, *given)
 
     data = SimpleNamespace(columns={"prompt": None, "tests": None}, path="a.jsonl")
     of_run = ["step", "total_steps"]
@@ -357,8 +357,8 @@ def test_verls_functions_are_called_once_a_response_with_the_truth_of_its_record
     assert {*reward_function.fields_read(compute_score, [*records[0], *records[1]])} == read
     refused(r"score 1 is \{'acc': 1\} \(dict\); it must be", scored, lambda solution_str: {"acc": 1})
     data = SimpleNamespace(columns={"prompt": None}, path="a.jsonl")
-    refused("'data_source' is no key of", reward_function.check_fields, compute_score, [], data)
-    reward_function.check_fields(short, [], data)
+    refused("'data_source' is no key of", reward_function.check_fields_of, compute_score, [], data)
+    reward_function.check_fields_of(short, [], data)
 
 
 async def meet(barrier, score):
@@ -412,7 +412,7 @@ def test_the_time_limit_ends_an_async_function():
 def test_a_field_of_the_third_parameters_name_is_not_replaced_by_the_answers(tmp_path):
     def check(function, **record):
         path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", **record}])
-        reward_function.check_fields(function, [], RLAIFDataset(path, word_tokenizer("ab", chat=True), 64))
+        reward_function.check_fields_of(function, [], RLAIFDataset(path, word_tokenizer("ab", chat=True), 64))
 
     target = lambda prompts, responses, target: 0  # noqa: E731
     says = (
@@ -424,7 +424,7 @@ def test_a_field_of_the_third_parameters_name_is_not_replaced_by_the_answers(tmp
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "target": "so\n#### 4"}])
     keys = Keys(answer="target")
     data = RLAIFDataset(path, word_tokenizer("ab", chat=True), 64, keys=keys)
-    reward_function.check_fields(target, [], data)  # the field is named as the answers
+    reward_function.check_fields_of(target, [], data)  # the field is named as the answers
     check(lambda prompts, completions, target, **kwargs: 0, answer="4", target="5")
 
 
@@ -478,6 +478,29 @@ def test_names_and_weights_of_several_functions(tmp_path):
     one, other, weighted = (reward_function.code_hash([x]) for x in (f"{a}:f", f"{a}:g", f"{a}:f=2"))
     assert len({one, other, weighted}) == 3
     assert reward_function.code_hash([]) == ""
+    (tmp_path / "c.py").write_text("def f(prompts, responses): ...\ndef g(solution_str, x): ...\n")
+    refused("^--reward_fn: a function takes", found, f"{tmp_path}/c.py:g")
+    refused("^--reward_fn g: a function takes", found, f"{a}:f=2", f"{tmp_path}/c.py:g=2")
+    refused("^--reward_fn c: a function takes", found, f"{a}:f", f"{tmp_path}/c.py:f")
+
+
+def test_the_hash_of_a_function_has_the_files_beside_it_that_it_imports(tmp_path):
+    texts = {
+        "f.py": "import json\ndef f(p, r, a):\n    from package import helper\n    return helper.f(r)\n",
+        "package/__init__.py": "",
+        "package/helper.py": "import torch, deep\n",
+        "deep.py": "x = 1\n",
+        "other.py": "x = 1\n",
+    }
+    (tmp_path / "package").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    hashes = [reward_function.code_hash([f"{tmp_path}/f.py:f"])]
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text + "# changed\n")
+        hashes.append(reward_function.code_hash([f"{tmp_path}/f.py:f"]))
+    *changed, other = hashes
+    assert len({*changed}) == 5 and other == changed[-1]  # nobody imports other.py
 
 
 def several(normalize=False):
@@ -604,3 +627,29 @@ def test_the_trial_says_of_which_function(tmp_path):
     files["reward_fn"] = f"{rules.__file__}:exact_answer"  # it answers None
     says = r"^--reward_fn: it says nothing of any response; no record has an answer: --answer_key names"
     refused(says, train_ppo.main, flags(**files))
+
+
+def test_the_trial_asks_about_held_out_prompts_with_other_fields(tmp_path):
+    words = word_tokenizer("ab", chat=True)
+    records = {"train": {"answer": "b", "x": 1}, "same": {"x": 2, "answer": "a"}, "other": {"answer": "b"}}
+    train, same, other, none = (
+        RLAIFDataset(write_jsonl(tmp_path / name, [{"prompt": "a", **record}]), words, 64)
+        for name, record in {**records, "none": {"x": 1}}.items()
+    )
+    calls = []
+
+    def kwargs_only(completions, **columns):
+        calls.append(columns["x"])
+        return [None] * len(completions)
+
+    def plain(prompts, responses, answers):
+        calls.append(answers)
+        return [float(len(answer)) for answer in answers]
+
+    functions = {"function_one": (kwargs_only, 1.0), "function_two": (plain, 1.0)}
+    reward_function.try_reward_functions(functions, {}, 9, train, same)
+    assert calls == [[1, 1], ["b", "b"]]  # once each
+    says = r"^--reward_fn one: KeyError: 'x' at .*; correct the function; it was called for .*other"
+    refused(says, reward_function.try_reward_functions, functions, {}, 9, train, other)
+    says = r"^--reward_fn two: TypeError: .*; it was called for .*none; no record has an answer"
+    refused(says, reward_function.try_reward_functions, functions, {}, 9, train, none)

@@ -13,15 +13,24 @@ from steps import take_step
 from test_invariants import make_run
 from tokenizers.processors import TemplateProcessing
 
+from dataset.chat_template import conversation_text
 from model.critic import CriticModel
 from model.loading import load_policy, load_tokenizer
 from model.weights import HalfEmbedding, HalfLinear, ScoreHead, weights_hash
 from trainer import train_ppo
 from trainer.compute.precision import round_frozen
 from trainer.inputs import DEMO
-from trainer.rewards.combine import Judge, RawScores, Reward, RunningStats, load_models, make_reward
+from trainer.rewards.combine import (
+    Judge,
+    RawScores,
+    Reward,
+    RunningStats,
+    load_models,
+    make_judge,
+    make_reward,
+)
 from trainer.rewards.reward_function import Request
-from trainer.rewards.reward_models import conversation_ids, load_reward_model, parse_spec
+from trainer.rewards.reward_models import conversation_ids, load_reward_model, models_hash, parse_spec
 from trainer.run import critic_start
 from trainer.runs.distributed import World
 
@@ -338,6 +347,77 @@ def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkey
             alone = peer(**cut).logits.item()
         assert score == pytest.approx(alone - (0.0 if encoder else 5.0), abs=1e-5)
     assert max(found) - min(found) > 1e-3
+
+
+def test_without_a_chat_template_a_model_reads_what_it_was_trained_on(tmp_path):
+    """Stage 2 trains without an EOS, TRL with one; --reward_template also replaces a chat template."""
+    plain = tiny.word_tokenizer(WORDS)
+    ours = load_reward_model(tiny.save_reward_dir(tmp_path / "ours", plain, reward_offset=0.0), CPU)
+    path = tiny.save_reward_dir(tmp_path / "trl", plain, pad_token_id=1)
+    trls = load_reward_model(path, CPU)
+    chat = tiny.save_reward_dir(tmp_path / "chat", tiny.word_tokenizer(WORDS, chat=True), pad_token_id=1)
+    form = "user {prompt} assistant {response} {eos} five"
+    given = load_reward_model(chat, CPU, form=form)
+    forms = [model.form for model in (ours, trls, load_reward_model(chat, CPU), given)]
+    assert forms == ["{prompt}\n{response}", "{prompt}{response}{eos}", "", form]
+    pair = ("one </s>two", " three </s>")  # characters of special tokens stay text: an unknown word
+    peer = T.AutoModelForSequenceClassification.from_pretrained(path)  # both have the same weights
+    for model, text in (
+        (trls, "one unknown three unknown </s>"),
+        (given, "user one unknown assistant three unknown </s> five"),
+    ):
+        with torch.no_grad():
+            alone = peer(**plain(text, return_tensors="pt")).logits.item()
+        assert model([pair]).item() == pytest.approx(alone, abs=1e-5)
+    hashes = {models_hash({"model": (model, 1.0)}) for model in (trls, given)}
+    trls.form = forms[0]
+    assert len(hashes | {models_hash({"model": (trls, 1.0)})}) == 3
+
+
+def test_the_flag_says_what_reward_models_read(tmp_path):
+    run, _ = make_run(tiny.run_files(tmp_path), reward_template="{prompt}\\n{response}")
+    assert (
+        f"note     {tmp_path / 'reward'} reads '{{prompt}}\\n{{response}}' (--reward_template)" in run.about()
+    )
+    assert run.reward.models["model"][0].form == "{prompt}\n{response}"
+    assert run.facts()["without_template"] == ""
+
+
+def test_what_a_reward_template_makes_of_a_text():
+    tokenizer = tiny.word_tokenizer(WORDS)
+    for form, prompt, response, wanted in (
+        ("{prompt}\n{response}", "a", "b", "a\nb"),
+        ("{prompt}{response}{eos}", "{response}", " {eos}", "{response} {eos}</s>"),
+        ("{prompt}{response}{eos}", "Human: a\n\nAssistant:", "b", "Human: a\n\nAssistant: b</s>"),
+        ("{prompt}\n{response}", "Human: a\n\nAssistant:", " b", "Human: a\n\nAssistant: b"),
+        (
+            "Q: {prompt}\nA: {response}",
+            [tiny.user("a"), tiny.assistant("b"), tiny.user("c")],
+            "d",
+            "Q: a\nb\nc\nA: d",
+        ),
+    ):
+        assert conversation_text(tokenizer, prompt, response, form) == wanted
+
+
+def test_an_encoder_takes_no_reward_template(tmp_path):
+    save_encoder(tmp_path, "Bert")
+    says = "it reads messages, or prompt and response as two; leave --reward_template out"
+    tiny.refused(says, load_reward_model, str(tmp_path), CPU, form="{prompt}{response}")
+
+
+MERGED = "system: s\nuser: a\nassistant: b\n以上是对话历史。我的新问题是：\nc"
+TURNS = [{"role": "system", "content": "s "}, tiny.user("a"), tiny.assistant("b"), tiny.user("c")]
+
+
+def test_with_merge_history_reward_models_read_one_message_as_minimind_writes_it():
+    asked = []
+    args = train_ppo.parse_args(["--merge_history", "1", "--eval_reward_model", "x"])
+    for reward in (make_reward(args, {}), make_judge(args, {})):
+        reward.models = {"model": (lambda pairs: asked.append(pairs) or torch.zeros(len(pairs)), 1.0)}
+        reward(tiny.request_of([TURNS, "plain", [tiny.user("one")]], ["x", "y", "z"]))
+    wanted = [([tiny.user(MERGED)], "x"), ("plain", "y"), ([tiny.user("one")], "z")]
+    assert asked == [wanted, wanted]
 
 
 def test_a_batch_changes_no_score_of_the_others(tmp_path):

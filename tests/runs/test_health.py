@@ -475,6 +475,7 @@ def test_a_run_keeps_its_facts_and_says_a_finding_once_also_when_resumed(tmp_pat
     facts = json.loads((folder / "config.json").read_text())["facts"]
     assert 0 < facts["dropped_share"] == pytest.approx(1 - facts["prompts"] / 24)
     assert facts["without_template"] == "model"
+    assert said.count("plain reads '{prompt}{response}{eos}' (--reward_template)") == 1
     assert facts["suited"]["learning_rate"] == 5e-4
     assert facts["dtype"] in ("float32", "bfloat16")  # what the CPU is good at
     plain = "health: look, since step 0: a reward model has no chat template"

@@ -40,7 +40,7 @@ def token_logprobs(
 
     head: [V, H]; states [N, H]; targets [N] -> logprobs [N] (differentiable), entropy [N] (has a gradient
     only with ``learn_entropy``). Under autocast the products run in its dtype. forbid_: None, or what changes
-    the logits first (``EarlyEnds.of``); a target must not be forbidden."""
+    the logits first (``Forbidden.of``); a target must not be forbidden."""
     count = len(states)
     more = rows_to_add(count, head.weight)
     if more:

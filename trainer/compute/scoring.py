@@ -165,8 +165,8 @@ class Scorer(nn.Module):
 
 
 class PolicyScorer(Scorer):
-    """Computes the log-probs of given responses under a causal LM, in fp32. early_ends: of ``--min_gen_len``,
-    or None; learn_entropy: whether entropies have a gradient."""
+    """Computes the log-probs of given responses under a causal LM, in fp32. forbidden: the tokens that these
+    may not have, or None; learn_entropy: whether entropies have a gradient."""
 
     name = "log-probs"
 
@@ -174,13 +174,13 @@ class PolicyScorer(Scorer):
         self,
         model: PreTrainedModel,
         dtype: torch.dtype = torch.float32,
-        early_ends: Any = None,  # ``EarlyEnds``, of a room above
+        forbidden: Any = None,  # ``Forbidden``, of a room above
         learn_entropy: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.dtype = dtype
-        self.early_ends = early_ends
+        self.forbidden = forbidden
         self.learn_entropy = learn_entropy
 
     def forward(
@@ -189,8 +189,8 @@ class PolicyScorer(Scorer):
         """tokens [B, T], ``Layout.of_responses`` -> logprobs [B, R], entropy [B, R], balance loss (weighted
         sum). A ``Layout`` without shape, of demonstrations, gives both of its M wanted tokens: [M]."""
         forbid_ = None
-        if self.early_ends and layout.shape[1]:  # --min_gen_len is not for demonstrations
-            forbid_ = self.early_ends.of(layout)
+        if self.forbidden and layout.shape[1]:  # it is not for demonstrations
+            forbid_ = self.forbidden.of(layout)
         targets = tokens[layout.row, layout.position][layout.predicted_by + 1]
         with autocast(tokens.device, self.dtype):
             states, balance = packed_states(self.model.base_model, tokens, layout)

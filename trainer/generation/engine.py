@@ -28,7 +28,7 @@ from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.kv_cache import KVCache, bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import sample_tokens, uniform
-from trainer.generation.stops import EarlyEnds, StopStrings
+from trainer.generation.stops import Forbidden, StopStrings
 
 SLOTS = 256  # at most so many sequences decode together
 NONE = (0, 0, 0)  # sizes of calls to come: none known
@@ -42,7 +42,7 @@ GRAPH_ROWS = 32  # rows of a captured step: a power of 2 up to here, above it a 
 # differently, and in bf16 oneDNN compiles code for each new shape
 ROW_MULTIPLE = 8
 
-Ends = tuple[EarlyEnds, StopStrings | None]  # what ends a response: EOS ids, and from where on; its stops
+Ends = tuple[Forbidden, StopStrings | None]  # what ends a response: EOS ids, and from where on; its stops
 
 
 class Sampler:
@@ -89,19 +89,21 @@ class Sampler:
         temperature: float,
         min_gen_len: int = 0,
         stops: StopStrings | None = None,
+        never: tuple[tuple[int, int], ...] = (),
     ) -> Batch:
         """One response a prompt -> ``Batch`` with its first five fields, in the order of the prompts.
 
         prompt_ids: B non-empty lists; keys [B]: from ``noise_keys``; eos_ids: each of them ends a response;
-        temperature 0 is greedy. When memory runs out, sampling starts again with half the slots: the same
-        tokens up to rounding. InputError if a single sequence does not fit, or if the model gives NaN.
+        temperature 0 is greedy; never: of ``Forbidden``. When memory runs out, sampling starts again with
+        half the slots: the same tokens up to rounding. InputError if a single sequence does not fit, or if
+        the model gives NaN.
         """
         count = len(prompt_ids)
         width = max(map(len, prompt_ids)) + max_gen_len
 
         def run():
             sizes = tuple(map(max, self.sizes, (count, width, max_gen_len)))
-            engine = self._engine(sizes, (EarlyEnds(min_gen_len, tuple(eos_ids)), stops))
+            engine = self._engine(sizes, (Forbidden(min_gen_len, tuple(eos_ids), never), stops))
             engine.start(prompt_ids, keys, max_gen_len, temperature)
             with phase("sampling", count, "responses") as bar:
                 while engine.waiting or engine.live:
@@ -167,8 +169,8 @@ class Engine:
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # before transformers 5.24
         self.graphs = graphs
         self.device = model.device
-        self.early_ends, stops = ends
-        self.eos = send(torch.tensor(self.early_ends.ids), self.device)
+        self.forbidden, stops = ends
+        self.eos = send(torch.tensor(self.forbidden.ids), self.device)
         self.stop_table = send(stops.table, self.device) if stops else None
         zeros = self.eos.new_zeros  # ids, on the device
         # begun: how much of a stop string the text ends with, a state of ``StopStrings``. done: 0 while the
@@ -264,8 +266,8 @@ class Engine:
         at an EOS, at a stop string, or at max_gen_len tokens."""
         row, token, position, count, begun, done = self.state[:, slots]  # views
         logits = self._logits(states)
-        if self.early_ends:  # with --min_gen_len
-            self.early_ends.forbid_(logits, count)
+        if self.forbidden:
+            self.forbidden.forbid_(logits, count)
         going_on = done == 0
         position += going_on
         fused = getattr(kernels_for(logits), "sample_and_store", None) if self.temperature else None
@@ -286,7 +288,7 @@ class Engine:
             known, ids = self.stop_table.shape
             found = self.stop_table[begun, token.clamp(max=ids - 1)]
             begun.copy_(found % known)
-            done |= ((found >= known) & (count >= self.early_ends.least) & going_on) * 2
+            done |= ((found >= known) & (count >= self.forbidden.least) & going_on) * 2
 
     def _logits(self, states):
         """[n, H] -> [n, V], on a GPU in fp32: rounded to bf16, logits of 16 to 32 would be 0.125 apart"""

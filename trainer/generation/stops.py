@@ -5,13 +5,14 @@ special tokens given to ``--stop``): ``finished`` is True. It is a token of the 
 - ``--stop``: the first token whose text completes a stop string (``StopStrings``); ``finished`` is True.
 - Its length: a response of ``max_gen_len`` tokens is cut, and ``finished`` is False. It is trained on like
 any other, unless --mask_truncated leaves it out of the policy loss.
-- Not before ``--min_gen_len`` tokens (``EarlyEnds``): a stop string that an earlier token completes does not
+- Not before ``--min_gen_len`` tokens (``Forbidden``): a stop string that an earlier token completes does not
 count.
 
 All of it is looked at on the device, in every step (``Engine._sample_and_store``), so no host waits for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,26 +27,29 @@ HALF = "\ufffd"  # what an incomplete character decodes to
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # in tokens such as GPT-2's
 
 
-class EarlyEnds(NamedTuple):
-    """``--min_gen_len``: a response has at least ``least`` tokens, the EOS that ends it counted.
+class Forbidden(NamedTuple):
+    """What a response may not have: the ids of ``never``, and the ends ``ids`` among its first least - 1
+    tokens (``--min_gen_len``). There their logits are -inf.
 
-    So no id that ends a response (``ids``) may be one of its first least - 1 tokens: there its logit is -inf.
     The sampler and every scorer (actor, old actor, reference) do the same, so the policy that is sampled is
     the one that is scored. Its other tokens share the probability, in entropy and KL too.
     """
 
     least: int
     ids: tuple[int, ...]
+    never: tuple[tuple[int, int], ...] = ()  # of ``without_text``
 
     def __bool__(self) -> bool:
-        """Whether a response may be too short: each has at least one token."""
-        return self.least > 1
+        """Whether there are such tokens. A response has at least one token."""
+        return self.least > 1 or bool(self.never)
 
     def forbid_(self, logits: Tensor, places: Tensor) -> None:
-        """Make the logits [n, V] of the ids -inf, in place, in the rows whose token comes too early. places
-        [n]: the number of the predicted token in its response, from 0 on. A GPU is not waited for."""
+        """Make logits [n, V] -inf, in place. places [n]: the number of the predicted token in its response,
+        from 0 on. A GPU is not waited for."""
+        for first, behind in self.never:
+            logits[:, first:behind].fill_(-torch.inf)
         early = places < self.least - 1
-        for i in self.ids:
+        for i in self.ids if self.least > 1 else ():
             if 0 <= i < logits.shape[1]:  # a generation config may name ids that no model has
                 logits[:, i].masked_fill_(early, -torch.inf)
 
@@ -60,6 +64,17 @@ class EarlyEnds(NamedTuple):
             self.forbid_(logits[: len(mine)], mine)
 
         return forbid_
+
+
+def without_text(
+    tokenizer: PreTrainedTokenizerBase, rows: int, ends: Iterable[int]
+) -> tuple[tuple[int, int], ...]:
+    """The ids below ``rows``, those of a model, that are no token of the tokenizer's, as runs (first, behind
+    the last). Their text would be empty, and no reward could see them. ends: ids that end a response; these
+    need no text."""
+    known = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder, *ends}
+    borders = [-1, *sorted(i for i in known if i < rows), rows]
+    return tuple((i + 1, following) for i, following in pairwise(borders) if i + 1 < following)
 
 
 class StopStrings:

@@ -27,10 +27,8 @@ answers, the accuracy shows it. Where they have none, a second reward can: one t
 
 import json
 import math
-import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,8 +45,16 @@ from trainer.rewards.reward_function import (
     Request,
     RewardFunctions,
     call_reward_function,
+    errors_renamed,
+    named_in_errors,
 )
-from trainer.rewards.reward_models import RewardModel, RewardModels, load_reward_models, named_models
+from trainer.rewards.reward_models import (
+    RewardModel,
+    RewardModels,
+    load_reward_models,
+    merged_history,
+    named_models,
+)
 from trainer.rewards.reward_server import RewardServer
 
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
@@ -114,6 +120,7 @@ class Reward:
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
     thinking_reward: float = 0.0
+    merge_history: bool = False
     whole: bool = False  # thoughts are judged too, as always with reasoning
     running: dict[str, RunningStats] = field(default_factory=dict)  # of the normalised parts' raw scores
 
@@ -122,10 +129,6 @@ class Reward:
         """The parts that are normalised: models, the server, and functions where there are several."""
         functions = self.functions if len(self.functions) > 1 else ()
         return [*self.models, *functions, "server"] if self.normalize_reward else []
-
-    def flag_of(self, name: str) -> str:
-        """How errors name the function of a part."""
-        return "--reward_fn" + (f" {name.removeprefix('function_')}" if len(self.functions) > 1 else "")
 
     @property
     def names(self) -> list[str]:
@@ -153,14 +156,14 @@ class Reward:
         if self.models:
             parts |= self._ask_models(request, said, raw)
         for name, (function, weight) in self.functions.items():
-            with errors_renamed("^--reward_fn", self.flag_of(name)):
+            with named_in_errors(name):
                 scores, steps = call_reward_function(function, request, self.reward_timeout)
                 parts[name] = finite("--reward_fn", scores, texts, request.prompts)
-            if any(steps) and name in self.normalised:
-                raise InputError(
-                    f"{self.flag_of(name)}: with several functions --normalize_reward 1 needs "
-                    "numbers, and this one returned steps; leave the flag out"
-                )
+                if any(steps) and name in self.normalised:
+                    raise InputError(
+                        "--reward_fn: with several functions --normalize_reward 1 needs numbers, and this "
+                        "one returned steps; leave the flag out"
+                    )
             weighted = [[(offset, weight * x) for offset, x in pairs] for pairs in steps]
             raw.steps = [a + b for a, b in zip(raw.steps, weighted, strict=True)] if raw.steps else weighted
         raw.logged = request.logged
@@ -184,6 +187,8 @@ class Reward:
     def _ask_models(self, request, said, raw):
         """Score every whole response, and every answer block alone, in one call of each reward model."""
         asked = [(prompt.prompt, text) for prompt, text in zip(request.prompts, said, strict=True)]
+        if self.merge_history:
+            asked = [(merged_history(prompt), text) for prompt, text in asked]
         count = len(asked)
         rows = []  # of the responses with an answer block
         for row, (prompt, text) in enumerate(asked[:]):
@@ -264,16 +269,6 @@ class Reward:
         self.running = {part: RunningStats(**stats) for part, stats in state.items()}
 
 
-@contextmanager
-def errors_renamed(pattern: str, new: str) -> Iterator[None]:
-    """In this block or function, what an error says of a flag becomes something else."""
-    try:
-        yield
-    except InputError as error:
-        error.args = (re.sub(pattern, new, str(error)),)
-        raise
-
-
 # Errors on --reward_fn and --reward_model name --eval_reward_fn and --eval_reward_model: the code that raises
 # them is the same.
 named_as_evaluation = partial(errors_renamed, r"--reward_(fn|model)\b", r"--eval_reward_\1")
@@ -338,6 +333,7 @@ def make_reward(args: Namespace, functions: RewardFunctions) -> Reward:
         overlong_buffer=args.overlong_buffer,
         overlong_penalty=args.overlong_penalty,
         thinking_reward=args.thinking_reward,
+        merge_history=args.merge_history,
     )
 
 
@@ -347,6 +343,7 @@ def make_judge(args: Namespace, functions: RewardFunctions) -> Judge:
         models=not_loaded(args.eval_reward_model),
         functions=functions,
         reward_timeout=args.reward_timeout,
+        merge_history=args.merge_history,
         whole=args.reasoning,
     )
 

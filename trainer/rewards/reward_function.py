@@ -14,15 +14,17 @@ import inspect
 import math
 import operator
 import os
+import re
 import signal
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import Parameter
+from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -102,9 +104,25 @@ def load_reward_functions(specs: list[str]) -> RewardFunctions:
         function = getattr(modules[path], name, None)
         if not callable(function):
             raise InputError(f"--reward_fn {path}: has no function {name!r}")
-        kind_of(function)
+        with named_in_errors(part):
+            kind_of(function)
         found[part] = function, weight
     return found
+
+
+@contextmanager
+def errors_renamed(pattern: str, new: str) -> Iterator[None]:
+    """In this block or function, what an error says of a flag becomes something else."""
+    try:
+        yield
+    except InputError as error:
+        error.args = (re.sub(pattern, new, str(error)),)
+        raise
+
+
+def named_in_errors(part: str) -> AbstractContextManager[None]:
+    """In this block, errors name the function of this part, where there are several."""
+    return errors_renamed("^--reward_fn", f"--reward_fn {part.partition('_')[2]}".rstrip())
 
 
 def import_file(path: str, name: str) -> ModuleType:
@@ -130,10 +148,14 @@ def import_file(path: str, name: str) -> ModuleType:
 
 
 def code_hash(specs: list[str]) -> str:
-    """--reward_fn -> the hash of the code, and of weights other than 1; "" for none."""
+    """--reward_fn -> the hash of the code, with that of files beside it that it imports, and of weights other
+    than 1; "" for none."""
     found: list[str | float] = []
     for path, name, weight in named_functions(specs).values():
-        found += [name, Path(path).read_bytes().hex()]
+        finder = ModuleFinder([os.path.dirname(os.path.abspath(path))])  # other modules are not found
+        finder.run_script(path)
+        files = {str(module.__file__ or path) for module in finder.modules.values()} - {path}  # type: ignore[attr-defined]
+        found += [name, *(Path(file).read_bytes().hex() for file in (path, *sorted(files)))]
         found += [weight] if weight != 1 else []
     return short_hash(found) if found else ""
 
@@ -233,9 +255,16 @@ def takes(function: RewardFunction, name: str) -> bool:
     return name in found or any(p.kind == p.VAR_KEYWORD for p in found.values())
 
 
-def check_fields(function: RewardFunction, of_run: list[str], *datasets: RecordDataset | None) -> None:
+def check_fields(functions: RewardFunctions, of_run: list[str], *datasets: RecordDataset | None) -> None:
     """Raise InputError if a function asks for what the records of one of the datasets do not have. of_run:
     what it may ask for besides (``names_of_run``)."""
+    for part, (function, _) in functions.items():
+        with named_in_errors(part):
+            check_fields_of(function, of_run, *datasets)
+
+
+def check_fields_of(function: RewardFunction, of_run: list[str], *datasets: RecordDataset | None) -> None:
+    """``check_fields`` of one function."""
     asked = wanted(function)
     third = first_three(function)[2:] if kind_of(function) == "ours" else []  # it gets the answers
     for data in filter(None, datasets):
@@ -343,11 +372,27 @@ def trl_row(request: Request) -> dict[str, object]:
 # ---------------------------------------------------------------- the call
 
 
+def try_reward_functions(
+    functions: RewardFunctions, of_run: dict[str, object], seconds: float, *datasets: RecordDataset | None
+) -> None:
+    """Call each function once, and once more for another dataset if that has other fields for it or no
+    answers. Raises InputError as ``try_reward_function``."""
+    for part, (function, _) in functions.items():
+        tried: list[object] = []
+        for data in filter(None, datasets):
+            given = {*fields_read(function, data.columns)}, getattr(data, "answers", 0) > 0
+            if given not in tried:
+                with named_in_errors(part):
+                    try_reward_function(function, data, of_run, seconds, must_say=not tried)
+                tried.append(given)
+
+
 def try_reward_function(
-    function: RewardFunction, data: RecordDataset, of_run: dict[str, object], seconds: float
+    function: RewardFunction, data: RecordDataset, of_run: dict[str, object], seconds: float, must_say: bool
 ) -> None:
     """Call a function once, with made-up responses to the first prompts. Raises InputError as
-    ``call_reward_function``, with a hint where no record has an answer; the scores are thrown away."""
+    ``call_reward_function``, with a hint where no record has an answer; the scores are thrown away. must_say:
+    also raised where these are all None and there are no answers."""
     prompts = [data[i % len(data)] for i in range(len(MADE_UP))]
     request = Request(
         prompts=prompts,
@@ -362,8 +407,8 @@ def try_reward_function(
     try:
         scores, _ = call_reward_function(function, request, seconds)
     except InputError as error:
-        raise InputError(f"{error}{hint}") from error
-    if hint and set(scores) == {None}:
+        raise InputError(f"{error}; it was called for {data.path}{hint}") from error
+    if must_say and hint and set(scores) == {None}:
         raise InputError(f"--reward_fn: it says nothing of any response{hint}")
 
 

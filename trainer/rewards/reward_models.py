@@ -26,8 +26,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dataset.chat_template import around, conversation_ids, pair_ids
-from dataset.formats import Answered, to_messages
+from dataset.chat_template import PLAIN, around, conversation_ids, pair_ids
+from dataset.formats import Answered, Asked, to_messages
 from errors import InputError
 from model.loading import (
     as_input_error,
@@ -49,6 +49,7 @@ from trainer.compute.sharding import InStep
 
 Conversations = list[Answered]  # pairs of a prompt, messages or text, and a response
 
+TRAINED = "{prompt}{response}{eos}"  # what TRL and OpenRLHF train a model without a chat template on
 # Conversations that a model's get_score and get_scores both score, to be compared
 TURNS = [{"role": role, "content": "b"} for role in ("system", "user", "assistant", "user")]
 CHECKED: Conversations = [(prompt, "d e f g " * count) for prompt in ("a b c", TURNS) for count in (1, 3, 9)]
@@ -62,6 +63,7 @@ class RewardModel(ABC):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
+    form: str = ""  # --reward_template, or what a classifier without a chat template reads
     in_step: InStep | None = None  # where the model is sharded
     root: nn.Module = field(init=False)  # what is sharded, of a classifier
 
@@ -98,7 +100,12 @@ class ClassifierRewardModel(RewardModel):
         self.causal = isinstance(getattr(model, "score", None), nn.Linear) and backbone is not model
         self.packs = self.causal and pack_sequences(backbone)
         self.root = backbone if self.packs else model
-        self.pairs = not self.causal and self.tokenizer.chat_template is None and self.tokenizer.is_fast
+        plain = self.tokenizer.chat_template is None
+        self.pairs = not self.causal and plain and self.tokenizer.is_fast
+        if self.form:
+            self.tokenizer.chat_template = None
+        elif plain and not self.pairs:  # every model of stage 2 has the entry
+            self.form = PLAIN if hasattr(config, "reward_offset") else TRAINED
         # RoBERTa has one type of tokens, DeBERTa v3 has none.
         types = "token_type_ids" in self.tokenizer.model_input_names
         self.has_types = self.pairs and types and getattr(config, "type_vocab_size", 0) > 1
@@ -119,7 +126,7 @@ class ClassifierRewardModel(RewardModel):
             if self.pairs:
                 ids, types = pair_ids(self.tokenizer, conversations)
             else:
-                ids = types = conversation_ids(self.tokenizer, conversations)
+                ids = types = conversation_ids(self.tokenizer, conversations, self.form)
             kept = len(around(self.tokenizer)[0])
             ids, types = ([x[:kept] + x[kept:][kept - self.max_length :] for x in y] for y in (ids, types))
         scores = torch.empty(len(ids))
@@ -241,11 +248,12 @@ def load_reward_model(
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
     weights: torch.dtype | str = "auto",
+    form: str = "",
 ) -> RewardModel:
     """A directory or hub name -> reward model: call it with N pairs (prompt, response) for scores [N].
 
     dtype: of mixed precision. weights: in which linear layers and embeddings are kept, "auto" for that of the
-    checkpoint. Raises InputError if it cannot be loaded or is not a reward model.
+    checkpoint; form: of --reward_template. Raises InputError if it cannot be loaded or is not a reward model.
     """
     with named_in_errors(path):
         config = load_config(path, trust_remote_code)
@@ -269,7 +277,10 @@ def load_reward_model(
         nn.Module.to(model, device).requires_grad_(False)
         kind = ClassifierRewardModel if classifies else RemoteRewardModel
         # Code from outside knows no mixed precision.
-        return kind(model, tokenizer, torch.float32 if is_from_outside(model) else dtype)
+        reward = kind(model, tokenizer, torch.float32 if is_from_outside(model) else dtype, form)
+        if form and (reward.pairs or not classifies):
+            raise InputError("it reads messages, or prompt and response as two; leave --reward_template out")
+        return reward
 
 
 def parse_spec(text: str, flag: str = "--reward_model") -> tuple[str, float]:
@@ -302,12 +313,21 @@ def named_models(specs: list[str]) -> dict[str, tuple[str, float]]:
 def load_reward_models(
     specs: list[str], args: Namespace, device: torch.device, dtype: torch.dtype
 ) -> RewardModels:
-    """Specs as of ``named_models`` -> the models with their weights. args: the flags, for --trust_remote_code
-    and --reward_dtype; dtype: of mixed precision."""
+    """Specs as of ``named_models`` -> the models with their weights. args: the flags, for those that say how
+    they are loaded; dtype: of mixed precision."""
+    more = device, args.trust_remote_code, dtype, args.reward_dtype, args.reward_template
     return {
-        name: (load_reward_model(path, device, args.trust_remote_code, dtype, args.reward_dtype), weight)
-        for name, (path, weight) in named_models(specs).items()
+        name: (load_reward_model(path, *more), weight) for name, (path, weight) in named_models(specs).items()
     }
+
+
+def merged_history(prompt: Asked) -> Asked:
+    """--merge_history: a prompt of several messages -> a single one of the user, as MiniMind writes it."""
+    *history, last = [(m["role"], m["content"].strip()) for m in to_messages(prompt)]
+    if not history:
+        return prompt
+    before = "\n".join(f"{role}: {content}" for role, content in history)
+    return to_messages(f"{before}\n以上是对话历史。我的新问题是：\n{last[1]}")
 
 
 def models_hash(models: RewardModels) -> str:
@@ -324,6 +344,7 @@ def models_hash(models: RewardModels) -> str:
                 weight,
                 config.get("reward_offset", 0.0),
                 config.get("pad_token_id"),  # the score is read at the last token that is not this one
+                *[form for form in [model.form] if form not in ("", PLAIN)],
             ]
         )
     return short_hash(found) if found else ""
