@@ -1,20 +1,21 @@
 """Loads a language model and its tokenizer from a ``.pth``, a directory or a hub name, and checks them.
 
-Policies are loaded in fp32; no model has dropout. A ``.pth`` is a state-dict. If a folder of the same stem is
-beside it (``ppo_actor_512.pth`` and ``ppo_actor_512/``, as ``save_policy`` writes them), architecture,
-generation settings and tokenizer come from that folder. If not, the file is taken for a MiniMind, which
-model_minimind.py recognises. Every mistake that a user can make raises ``InputError``. No list of families
-decides what can be trained: docs/models.md.
+Policies are loaded in fp32; no model has dropout. A ``.pth`` is a state-dict (``_read_pth``: or a checkpoint
+of MiniMind's, or a LoRA adapter). If a folder of the same stem is beside it (``ppo_actor_512.pth`` and
+``ppo_actor_512/``, as ``save_policy`` writes them), architecture, generation settings and tokenizer come from
+that folder. If not, the file is taken for a MiniMind, which model_minimind.py recognises. Every mistake that
+a user can make raises ``InputError``. No list of families decides what can be trained: docs/models.md.
 """
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -40,6 +41,8 @@ from model.model_minimind import minimind_config_of, plain_config
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
 MINIMIND_IDS = 6400  # of its tokenizer
+LORA = (".lora.A.weight", ".lora.B.weight")  # ends of names in MiniMind's adapters
+NUMBER = re.compile(r"\d+")  # of a layer, in a name
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -105,14 +108,11 @@ def load_policy(
 
 def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
     """As ``load_policy``. Code in the file is never run."""
-    if not os.path.isfile(path):  # unlike Path.is_file, False for a text that cannot be a path
-        raise InputError(f"{path}: no such file")
-    with as_input_error(f"{path} is not a readable torch file of tensors alone (save model.state_dict())"):
-        state: dict[str, Tensor] = dict(torch.load(path, map_location="cpu", weights_only=True))
-    sidecar = path.with_suffix("")
+    state, owner, note = _read_pth(path)
+    sidecar = owner.with_suffix("")
     described = (sidecar / "config.json").is_file()
     model_of = f"{sidecar}/config.json" if described else f"a MiniMind, nor is there a {sidecar}/config.json"
-    with quiet(), as_input_error(f"{path} is not the state-dict of {model_of}"), no_init_weights():
+    with quiet(), as_input_error(f"{owner} is not the state-dict of {model_of}"), no_init_weights():
         config = load_config(sidecar, trust_remote_code) if described else minimind_config_of(state)
         model = AutoModelForCausalLM.from_config(
             plain_config(config), dtype=torch.float32, trust_remote_code=trust_remote_code
@@ -126,11 +126,73 @@ def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
             model.generation_config = GenerationConfig.from_pretrained(sidecar)
     if not described and config.vocab_size != MINIMIND_IDS:
         warnings.warn(
-            f"{path}: taken for a MiniMind with {config.num_attention_heads} heads and the rotary positions "
+            f"{owner}: taken for a MiniMind with {config.num_attention_heads} heads and the rotary positions "
             f"of that, as there is no {sidecar}/config.json",
             stacklevel=2,
         )
+    if note:
+        warnings.warn(f"{path}: {note}", stacklevel=2)
     return model.eval()
+
+
+class Weights(NamedTuple):
+    """What a ``.pth`` holds. The folder beside ``owner``, if there is one, describes the model."""
+
+    state: dict[str, Tensor]
+    owner: Path
+    note: str  # what the user should know of it
+
+
+def _read_pth(path: Path) -> Weights:
+    """The weights of a ``.pth``: a state-dict; the ``model`` of a checkpoint from which MiniMind resumes; or
+    MiniMind's LoRA adapter, merged into the weights beside it in the file, else into those of ``_base_of``.
+    """
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a text that cannot be a path
+        raise InputError(f"{path}: no such file")
+    with as_input_error(f"{path} is not a readable torch file of tensors alone (save model.state_dict())"):
+        content: dict[str, Any] = dict(torch.load(path, map_location="cpu", weights_only=True))
+    note = ""
+    if not all(isinstance(x, Tensor) for x in content.values()):
+        if not isinstance(content.get("model"), dict):
+            raise InputError(
+                f"{path}: holds {', '.join(map(str, content))[:100]}, and no model with weights; save "
+                "model.state_dict()"
+            )
+        content = content["model"]
+        note = "a checkpoint, of which only the weights are read: training begins anew"
+    parts: tuple[dict[str, Tensor], ...] = ({}, {})
+    for name, x in content.items():
+        parts[str(name).endswith(LORA)][str(name).removeprefix("module.")] = x
+    state, adapters = parts
+    owner = path
+    if adapters and not state:
+        owner = _base_of(path)
+        if owner == path or not owner.is_file():
+            raise InputError(f"{path}: a LoRA adapter; put the model that it was trained on there as {owner}")
+        state = _read_pth(owner).state
+        note = f"a LoRA adapter, merged into {owner}"
+    with as_input_error(f"{path} is no LoRA adapter of {owner}"):
+        _merge(state, adapters)
+    return Weights(state, owner, note)
+
+
+def _merge(state: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
+    """Add MiniMind's adapters, B A, to weights in place. Raises an exception unless they are all there, in
+    every layer of this model."""
+    adapted = {name.replace(".lora.A", "").replace(".lora.B", "") for name in adapters}
+    kinds = {NUMBER.sub("", name) for name in adapted}
+    alike = {name for name in state if NUMBER.sub("", name) in kinds}
+    if missing := alike - adapted:
+        raise InputError(f"it has nothing for {min(missing)}")
+    for name in adapted:
+        a, b = (adapters[name.removesuffix(".weight") + end].float() for end in LORA)
+        state[name] = state[name] + b @ a
+
+
+def _base_of(path: Path) -> Path:
+    """MiniMind's name of the model beside an adapter: full_sft_768.pth beside lora_medical_768.pth."""
+    size = re.search(r"_\d+(_moe)?$", path.stem)
+    return path.with_name(f"full_sft{size.group() if size else '_768'}.pth")
 
 
 def has_adapter(path: str | Path) -> bool:
@@ -142,14 +204,18 @@ def tokenizer_source(path: str | Path) -> str:
     """Where the tokenizer of the model at ``path`` is by default: a directory or a hub name.
 
     For a model directory or hub name, it is the same path. For a ``.pth`` it is the folder of the same stem
-    beside it if that has one, otherwise this repository's ``model/``, as in MiniMind. Raises InputError if
-    there is no such ``.pth``, or none of the two has a tokenizer."""
+    beside it if that has one, for an adapter that of its base, otherwise this repository's ``model/``, as in
+    MiniMind. Raises InputError if there is no such ``.pth``, or none of these has a tokenizer."""
     if not str(path).endswith(".pth"):
         return str(path)
     if not os.path.isfile(path):  # the first thing to say
         raise InputError(f"{path}: no such file")
     sidecar = Path(path).with_suffix("")
-    for folder in (sidecar, MINIMIND_FOLDER):
+    base = _base_of(Path(path)).with_suffix("")
+    folders = [sidecar, MINIMIND_FOLDER]
+    if _has_tokenizer(base) and not _has_tokenizer(sidecar):  # seldom, so it is read for nothing seldom
+        folders.insert(0, _read_pth(Path(path)).owner.with_suffix(""))
+    for folder in folders:
         if _has_tokenizer(folder):
             return str(folder)
     raise InputError(f"{path}: no tokenizer in {sidecar} nor in {MINIMIND_FOLDER}: pass --tokenizer")
