@@ -233,7 +233,7 @@ def add_machine_flags(p: FlagParser) -> None:
     """The flags of all three training scripts that say where and how it is computed."""
     add = p.add
     p.group("machine")
-    add("--device", "", "cpu, cuda, cuda:1; default: a GPU where there is one", may_change=True)
+    add("--device", "", "cpu, cuda, cuda:1, mps; default: a CUDA GPU where there is one", may_change=True)
     add("--dtype", "auto", "of mixed precision; float16: for GPUs without bf16", choices=DTYPES)
     add("--ddp", bool, "insist on having been started by torchrun", may_change=True)
     add("--deterministic", 0, "1: the same bits in each run on a GPU; slower", choices=[0, 1])

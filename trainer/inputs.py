@@ -53,6 +53,7 @@ from model.loading import (
     quiet,
     tokenizer_source,
 )
+from trainer.compute.batching import Layout
 from trainer.compute.kernels import few_layers
 from trainer.compute.scoring import PolicyScorer, short_windows
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
@@ -324,6 +325,38 @@ def check_policy(args: Flags, policy: PreTrainedModel, tokenizer: PreTrainedToke
         wanted = getattr(args, flag)
         if wanted and wanted != (has := getattr(policy.config, flag)):
             raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
+    device = torch.device(args.device or "cpu")
+    if device.type == "mps":
+        check_device(policy, device)
+
+
+def check_device(policy: PreTrainedModel, device: torch.device) -> None:
+    """Raise ``InputError`` unless this model computes on a Mac's GPU, which nobody has tried, what it does on
+    a CPU: log-probs of sampled tokens, by sampler and scorer, and the embeddings' gradient. All layers are
+    tried. The model is on the CPU, before and after."""
+    prompts = [[i % embeddings(policy) for i in range(1, length)] for length in (10, 4, 7)]
+    logprobs = []
+    gradients = []
+    with quiet(), as_input_error(f"--device {device}: give another, such as cpu"):
+        rollout = Sampler(policy, slots=2, device=device).sample(
+            prompts, noise_keys(0, 0, [0, 1, 2]), [-1], max_gen_len=8, temperature=1.0
+        )
+        logprobs.append(rollout.sampler_logprobs.cpu())
+        for place in (device, torch.device("cpu")):
+            policy.to(place)  # type: ignore[arg-type]  # transformers' wrapper of ``to`` loses its self
+            layout = Layout.of_responses(rollout.layout.prompt_len, rollout.layout.response_len, place)
+            found, _, _ = PolicyScorer(policy)(rollout.tokens.to(place), layout)
+            logprobs.append(found.detach().cpu())
+            gradients.append(
+                torch.autograd.grad(found.sum(), next(policy.get_input_embeddings().parameters()))[0].cpu()
+            )
+        *others, right = logprobs
+        gap = (torch.stack(others) - right).abs().max().item()
+        slip = ((gradients[0] - gradients[1]).abs().max() / gradients[1].abs().max()).item()
+        if not (gap < 1e-2 and slip < 1e-2):
+            raise InputError(
+                f"this model's numbers differ from a CPU's: log-probs by {gap:.2g}, a gradient by {slip:.2g}"
+            )
 
 
 def check_sampling(policy: PreTrainedModel) -> None:

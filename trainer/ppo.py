@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.compute.batching import in_fp64
 from trainer.compute.rollout_data import Rollout
 
 Sum = Callable[[Tensor], Tensor]  # a tensor -> the sum of every process' tensor
@@ -158,13 +159,15 @@ def effective_sample_size(
     """(sum w)^2 / (n sum w^2) of w = pi_old / pi_sampler, without a cap, over the n response tokens of the
     whole batch: 1 where sampler and scorer agree, 1/n where a single token has nearly all the weight. NaN
     where a w is too large for fp64."""
-    total = sum_over_processes(moments((old_logprobs - sampler_logprobs).double().exp(), mask))
+    total = sum_over_processes(moments(in_fp64(old_logprobs - sampler_logprobs).exp(), mask))
     return (total[0].square() / (total[1] * total[2])).item()
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
     """[sum, sum of squares, count] of x under mask, fp64 [3]: add these over processes, then ``mean_std``."""
-    x = torch.where(mask, x, 0.0).double()
+    x = in_fp64(x)
+    mask = mask.to(x.device)
+    x = torch.where(mask, x, 0.0)
     return torch.stack([x.sum(), x.square().sum(), mask.sum().double()])
 
 
@@ -202,8 +205,9 @@ def regression(x: Tensor, y: Tensor, mask: Tensor, sum_over_processes: Sum) -> t
     y_mean, y_std = mean_std(sum_over_processes(moments(y, mask)))
     slope = 0.0
     if x_std and y_std:
-        products = torch.where(mask, (x.double() - x_mean) * (y.double() - y_mean), 0.0).sum()
-        covariance = (sum_over_processes(products) / x_total[2]).item()
+        products = (in_fp64(x) - x_mean) * (in_fp64(y) - y_mean)
+        total = torch.where(mask.to(products.device), products, 0.0).sum()
+        covariance = (sum_over_processes(total) / x_total[2]).item()
         slope = max(covariance / x_std**2, 0.0)
     return slope, y_mean - slope * x_mean
 

@@ -70,6 +70,16 @@ def send(x: Tensor, device: Device) -> Tensor:
     return x.to(device)
 
 
+def fp64_device(device: torch.device) -> torch.device:
+    """Where what belongs to this device is computed in fp64: there, but a Mac's GPU (mps) has no fp64."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def in_fp64(x: Tensor) -> Tensor:
+    """A tensor in fp64, on its ``fp64_device``."""
+    return x.to(fp64_device(x.device)).double()
+
+
 def _ragged(lengths):
     """Lengths (B ints) -> (row [N], column [N]): the places of all elements of B rows, row by row."""
     row = np.repeat(np.arange(len(lengths)), lengths)

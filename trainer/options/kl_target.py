@@ -12,6 +12,7 @@ from argparse import Namespace
 
 import torch
 
+from trainer.compute.batching import in_fp64
 from trainer.compute.rollout_data import Rollout
 from trainer.ppo import Sum
 from trainer.runs.base import Kept, Learner
@@ -41,7 +42,7 @@ class KlTarget(Kept):
         KL that is not finite changes nothing."""
         if step <= self.learner.first_batch or step % self.every:
             return
-        k1 = torch.where(newest.mask, newest.old_logprobs - newest.ref_logprobs, 0.0).double().sum()
+        k1 = in_fp64(torch.where(newest.mask, newest.old_logprobs - newest.ref_logprobs, 0.0)).sum()
         count = newest.mask.any(1).sum().to(k1)  # responses with a score
         total, responses = sum_over_processes(torch.stack([k1, count])).tolist()
         if math.isfinite(total) and responses:
