@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
 
 Device = torch.device | str
+NO_FP64 = "mps"  # a Mac's GPU
 
 
 def tokens_per_pass(device: torch.device) -> int:
@@ -71,8 +72,8 @@ def send(x: Tensor, device: Device) -> Tensor:
 
 
 def fp64_device(device: torch.device) -> torch.device:
-    """Where what belongs to this device is computed in fp64: there, but a Mac's GPU (mps) has no fp64."""
-    return torch.device("cpu") if device.type == "mps" else device
+    """Where what belongs to this device is computed in fp64: on itself, but ``NO_FP64`` on the CPU."""
+    return torch.device("cpu") if device.type == NO_FP64 else device
 
 
 def in_fp64(x: Tensor) -> Tensor:
