@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -135,64 +135,50 @@ def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
     return model.eval()
 
 
-class Weights(NamedTuple):
-    """What a ``.pth`` holds. The folder beside ``owner``, if there is one, describes the model."""
+def _read_pth(path: Path) -> tuple[dict[str, Tensor], Path, str]:
+    """A ``.pth`` -> (its weights, the ``.pth`` whose folder describes them, what the user should know).
 
-    state: dict[str, Tensor]
-    owner: Path
-    note: str  # what the user should know of it
-
-
-def _read_pth(path: Path) -> Weights:
-    """The weights of a ``.pth``: a state-dict; the ``model`` of a checkpoint from which MiniMind resumes; or
-    MiniMind's LoRA adapter, merged into the weights beside it in the file, else into those of ``_base_of``.
-    """
+    It is a state-dict; a checkpoint from which MiniMind resumes, with a state-dict as ``model``; or a LoRA
+    adapter of MiniMind's, which is merged into the weights beside it in the file, else into ``_base_of``."""
     if not os.path.isfile(path):  # unlike Path.is_file, False for a text that cannot be a path
         raise InputError(f"{path}: no such file")
     with as_input_error(f"{path} is not a readable torch file of tensors alone (save model.state_dict())"):
-        content: dict[str, Any] = dict(torch.load(path, map_location="cpu", weights_only=True))
+        state: dict[str, Any] = dict(torch.load(path, map_location="cpu", weights_only=True))
     note = ""
-    if not all(isinstance(x, Tensor) for x in content.values()):
-        if not isinstance(content.get("model"), dict):
-            raise InputError(
-                f"{path}: holds {', '.join(map(str, content))[:100]}, and no model with weights; save "
-                "model.state_dict()"
-            )
-        content = content["model"]
+    if not all(isinstance(x, Tensor) for x in state.values()):
+        if not isinstance(state.get("model"), dict):
+            names = ", ".join(map(str, state))[:100]
+            raise InputError(f"{path}: holds {names}, and no model with weights; save model.state_dict()")
+        state = state["model"]
         note = "a checkpoint, of which only the weights are read: training begins anew"
-    parts: tuple[dict[str, Tensor], ...] = ({}, {})
-    for name, x in content.items():
-        parts[str(name).endswith(LORA)][str(name).removeprefix("module.")] = x
-    state, adapters = parts
+    adapters = {name: state.pop(name) for name in [*state] if str(name).endswith(LORA)}
     owner = path
     if adapters and not state:
         owner = _base_of(path)
         if owner == path or not owner.is_file():
             raise InputError(f"{path}: a LoRA adapter; put the model that it was trained on there as {owner}")
-        state = _read_pth(owner).state
+        state, _, _ = _read_pth(owner)
         note = f"a LoRA adapter, merged into {owner}"
     with as_input_error(f"{path} is no LoRA adapter of {owner}"):
-        _merge(state, adapters)
-    return Weights(state, owner, note)
+        _merge(state, {name.removeprefix("module."): x.float() for name, x in adapters.items()})
+    return state, owner, note
 
 
 def _merge(state: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
     """Add MiniMind's adapters, B A, to weights in place. Raises an exception unless they are all there, in
     every layer of this model."""
-    adapted = {name.replace(".lora.A", "").replace(".lora.B", "") for name in adapters}
+    adapted = {re.sub(r"\.lora\.[AB]", "", name) for name in adapters}
     kinds = {NUMBER.sub("", name) for name in adapted}
-    alike = {name for name in state if NUMBER.sub("", name) in kinds}
-    if missing := alike - adapted:
+    if missing := {name for name in state if NUMBER.sub("", name) in kinds} - adapted:
         raise InputError(f"it has nothing for {min(missing)}")
     for name in adapted:
-        a, b = (adapters[name.removesuffix(".weight") + end].float() for end in LORA)
+        a, b = (adapters[name.removesuffix(".weight") + end] for end in LORA)
         state[name] = state[name] + b @ a
 
 
 def _base_of(path: Path) -> Path:
     """MiniMind's name of the model beside an adapter: full_sft_768.pth beside lora_medical_768.pth."""
-    size = re.search(r"_\d+(_moe)?$", path.stem)
-    return path.with_name(f"full_sft{size.group() if size else '_768'}.pth")
+    return path.with_name(re.sub(r".*?(_\d+(_moe)?)?$", r"full_sft\1.pth", path.stem, count=1))
 
 
 def has_adapter(path: str | Path) -> bool:
@@ -204,18 +190,15 @@ def tokenizer_source(path: str | Path) -> str:
     """Where the tokenizer of the model at ``path`` is by default: a directory or a hub name.
 
     For a model directory or hub name, it is the same path. For a ``.pth`` it is the folder of the same stem
-    beside it if that has one, for an adapter that of its base, otherwise this repository's ``model/``, as in
-    MiniMind. Raises InputError if there is no such ``.pth``, or none of these has a tokenizer."""
+    beside it if that has one, for an adapter ("lora" in its name) that of its base, otherwise this
+    repository's ``model/``, as in MiniMind. Raises InputError if there is no such ``.pth``, or none of these has a tokenizer."""
     if not str(path).endswith(".pth"):
         return str(path)
     if not os.path.isfile(path):  # the first thing to say
         raise InputError(f"{path}: no such file")
     sidecar = Path(path).with_suffix("")
-    base = _base_of(Path(path)).with_suffix("")
-    folders = [sidecar, MINIMIND_FOLDER]
-    if _has_tokenizer(base) and not _has_tokenizer(sidecar):  # seldom, so it is read for nothing seldom
-        folders.insert(0, _read_pth(Path(path)).owner.with_suffix(""))
-    for folder in folders:
+    base = [_base_of(Path(path)).with_suffix("")] if "lora" in sidecar.name else []
+    for folder in (sidecar, *base, MINIMIND_FOLDER):
         if _has_tokenizer(folder):
             return str(folder)
     raise InputError(f"{path}: no tokenizer in {sidecar} nor in {MINIMIND_FOLDER}: pass --tokenizer")

@@ -1,10 +1,10 @@
-"""A whole run on a device that has no fp64, as a Mac's GPU: a script, ``device_without_fp64.py sim train_ppo …``
-with the script's flags.
+"""A whole run on a device that has no fp64, as a Mac's GPU:
+``device_without_fp64.py sim train_ppo …``, with the flags of that script behind it.
 
-A tensor of the device "sim" is a wrapper around a CPU tensor that holds its numbers. Every operation on one is
-computed on the CPU. It raises an error where its result is fp64 on the device, and where it mixes tensors of
-the device and of the CPU, but for numbers, indices and copies. So it shows where tensors are, and nothing of
-the numbers that a real GPU computes. "cpu" in the place of "sim": the same on the CPU, without compiled
+A tensor of the device "sim" is a wrapper around a CPU tensor that holds its numbers. Every operation on one
+is computed on the CPU. It raises an error where its result is fp64 on the device, and where it mixes tensors
+of the device and of the CPU, but for numbers, indices and copies. So it shows where tensors are, and nothing
+of the numbers that a real GPU computes. "cpu" in the place of "sim": the same on the CPU, without compiled
 kernels.
 """
 
@@ -22,7 +22,7 @@ from model.loading import load_policy
 from trainer import loop, memory_plan
 from trainer.compute import batching, logprobs
 from trainer.compute.cpu import kernels
-from trainer.inputs import check_device
+from trainer.inputs import check_device, check_sampling
 from trainer.runs.distributed import World
 
 MAY_MIX = ("_to_copy", "copy_", "to", "index", "index_put_", "_index_put_impl_")
@@ -98,7 +98,9 @@ def main(kind, name, *argv):
     loop.init_world = lambda *given: World(0, 1, device)
     script = importlib.import_module(f"trainer.{name}")
     with Device():
-        check_device(load_policy(script.parse_args(argv).model), device)
+        policy = load_policy(script.parse_args(argv).model)
+        check_device(policy, device)
+        check_sampling(policy, device)
         script.main(argv)
     assert (ON_DEVICE > 1000) == (kind == "sim")
 

@@ -278,7 +278,8 @@ class Engine:
             column = torch.where(going_on, count, self.tokens.shape[1] - 1)
             place = self.noise.device
             noise = self.noise[row.to(place), column.to(place)]
-            drawn, logprob = sample_tokens(logits, self.temperature, noise)
+            sampled = sample_tokens(logits.to(place), self.temperature, noise)
+            drawn, logprob = (x.to(self.device) for x in sampled)
             ended = (drawn[:, None] == self.eos).any(1)
             self.tokens[row, column] = drawn
             self.logprobs[row, column] = logprob

@@ -26,12 +26,8 @@ def sample_tokens(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor
     The token is the first whose cumulative probability exceeds u. Temperature 0 is greedy, with log-probs at
     temperature 1. The CDF has two levels, blocks and the tokens of one block, so that no running sum passes
     over the whole vocabulary. u * total stays below the total, so no token of probability 0 is ever drawn.
-    Logits with a NaN give some token and the log-prob NaN (``Sampler.sample`` raises the error). It is
-    computed where u is, as not every device has fp64 (``fp64_device``).
+    Logits with a NaN give some token and the log-prob NaN (``Sampler.sample`` raises the error).
     """
-    if u.device != logits.device:
-        token, logprob = sample_tokens(logits.to(u.device), temperature, u)
-        return token.to(logits.device), logprob.to(logits.device)
     if logits.is_cpu and (kernels := kernels_for(logits)) is not None:  # a GPU's: ``sample_and_store``
         token = torch.empty(len(u), dtype=torch.int64)
         logprob = torch.empty(len(u))
