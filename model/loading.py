@@ -191,7 +191,8 @@ def tokenizer_source(path: str | Path) -> str:
 
     For a model directory or hub name, it is the same path. For a ``.pth`` it is the folder of the same stem
     beside it if that has one, for an adapter ("lora" in its name) that of its base, otherwise this
-    repository's ``model/``, as in MiniMind. Raises InputError if there is no such ``.pth``, or none of these has a tokenizer."""
+    repository's ``model/``, as in MiniMind. Raises InputError if there is no such ``.pth``, or none of these
+    has a tokenizer."""
     if not str(path).endswith(".pth"):
         return str(path)
     if not os.path.isfile(path):  # the first thing to say
