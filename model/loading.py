@@ -159,6 +159,8 @@ def _read_pth(path: Path) -> tuple[dict[str, Tensor], Path, str]:
             raise InputError(f"{path}: a LoRA adapter; put the model that it was trained on there as {owner}")
         state, _, _ = _read_pth(owner)
         note = f"a LoRA adapter, merged into {owner}"
+    elif adapters and not note:
+        note = "its LoRA adapters are merged into its weights"
     with as_input_error(f"{path} is no LoRA adapter of {owner}"):
         _merge(state, {name.removeprefix("module."): x.float() for name, x in adapters.items()})
     return state, owner, note
