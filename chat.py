@@ -34,7 +34,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     add("--stop", [], "texts that end an answer; default: its training's")
     add("--temperature", 0.0, "0: always the likeliest token; else all tokens, without top-k or top-p")
     add("--seed", 42, "seed of sampling; line n uses seed + n", at_most=2**63 - 1)
-    add("--device", "", "cpu, cuda, cuda:1; default: a GPU where there is one")
+    add("--device", "", "cpu, cuda, cuda:1, mps; default: a CUDA GPU where there is one")
     return p.parse_args(argv)
 
 

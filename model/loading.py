@@ -1,14 +1,15 @@
 """Loads a language model and its tokenizer from a ``.pth``, a directory or a hub name, and checks them.
 
-Policies are loaded in fp32; no model has dropout. A ``.pth`` is a state-dict. If a folder of the same stem is
-beside it (``ppo_actor_512.pth`` and ``ppo_actor_512/``, as ``save_policy`` writes them), architecture,
-generation settings and tokenizer come from that folder. If not, the file is taken for a MiniMind, which
-model_minimind.py recognises. Every mistake that a user can make raises ``InputError``. No list of families
-decides what can be trained: docs/models.md.
+Policies are loaded in fp32; no model has dropout. A ``.pth`` is a state-dict (``_read_pth``: or a checkpoint
+of MiniMind's, or a LoRA adapter). If a folder of the same stem is beside it (``ppo_actor_512.pth`` and
+``ppo_actor_512/``, as ``save_policy`` writes them), architecture, generation settings and tokenizer come from
+that folder. If not, the file is taken for a MiniMind, which model_minimind.py recognises. Every mistake that
+a user can make raises ``InputError``. No list of families decides what can be trained: docs/models.md.
 """
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ from model.model_minimind import minimind_config_of, plain_config
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
 MINIMIND_IDS = 6400  # of its tokenizer
+LORA = (".lora.A.weight", ".lora.B.weight")  # ends of names in MiniMind's adapters
+NUMBER = re.compile(r"\d+")  # of a layer, in a name
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -105,14 +108,11 @@ def load_policy(
 
 def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
     """As ``load_policy``. Code in the file is never run."""
-    if not os.path.isfile(path):  # unlike Path.is_file, False for a text that cannot be a path
-        raise InputError(f"{path}: no such file")
-    with as_input_error(f"{path} is not a readable torch file of tensors alone (save model.state_dict())"):
-        state: dict[str, Tensor] = dict(torch.load(path, map_location="cpu", weights_only=True))
-    sidecar = path.with_suffix("")
+    state, owner, note = _read_pth(path)
+    sidecar = owner.with_suffix("")
     described = (sidecar / "config.json").is_file()
     model_of = f"{sidecar}/config.json" if described else f"a MiniMind, nor is there a {sidecar}/config.json"
-    with quiet(), as_input_error(f"{path} is not the state-dict of {model_of}"), no_init_weights():
+    with quiet(), as_input_error(f"{owner} is not the state-dict of {model_of}"), no_init_weights():
         config = load_config(sidecar, trust_remote_code) if described else minimind_config_of(state)
         model = AutoModelForCausalLM.from_config(
             plain_config(config), dtype=torch.float32, trust_remote_code=trust_remote_code
@@ -126,11 +126,61 @@ def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
             model.generation_config = GenerationConfig.from_pretrained(sidecar)
     if not described and config.vocab_size != MINIMIND_IDS:
         warnings.warn(
-            f"{path}: taken for a MiniMind with {config.num_attention_heads} heads and the rotary positions "
+            f"{owner}: taken for a MiniMind with {config.num_attention_heads} heads and the rotary positions "
             f"of that, as there is no {sidecar}/config.json",
             stacklevel=2,
         )
+    if note:
+        warnings.warn(f"{path}: {note}", stacklevel=2)
     return model.eval()
+
+
+def _read_pth(path: Path) -> tuple[dict[str, Tensor], Path, str]:
+    """A ``.pth`` -> (its weights, the ``.pth`` whose folder describes them, what the user should know).
+
+    It is a state-dict; a checkpoint from which MiniMind resumes, with a state-dict as ``model``; or a LoRA
+    adapter of MiniMind's, which is merged into the weights beside it in the file, else into ``_base_of``."""
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a text that cannot be a path
+        raise InputError(f"{path}: no such file")
+    with as_input_error(f"{path} is not a readable torch file of tensors alone (save model.state_dict())"):
+        state: dict[str, Any] = dict(torch.load(path, map_location="cpu", weights_only=True))
+    note = ""
+    if not all(isinstance(x, Tensor) for x in state.values()):
+        if not isinstance(state.get("model"), dict):
+            names = ", ".join(map(str, state))[:100]
+            raise InputError(f"{path}: holds {names}, and no model with weights; save model.state_dict()")
+        state = state["model"]
+        note = "a checkpoint, of which only the weights are read: training begins anew"
+    adapters = {name: state.pop(name) for name in [*state] if str(name).endswith(LORA)}
+    owner = path
+    if adapters and not state:
+        owner = _base_of(path)
+        if owner == path or not owner.is_file():
+            raise InputError(f"{path}: a LoRA adapter; put the model that it was trained on there as {owner}")
+        state, _, _ = _read_pth(owner)
+        note = f"a LoRA adapter, merged into {owner}"
+    elif adapters and not note:
+        note = "its LoRA adapters are merged into its weights"
+    with as_input_error(f"{path} is no LoRA adapter of {owner}"):
+        _merge(state, {name.removeprefix("module."): x.float() for name, x in adapters.items()})
+    return state, owner, note
+
+
+def _merge(state: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
+    """Add MiniMind's adapters, B A, to weights in place. Raises an exception unless they are all there, in
+    every layer of this model."""
+    adapted = {re.sub(r"\.lora\.[AB]", "", name) for name in adapters}
+    kinds = {NUMBER.sub("", name) for name in adapted}
+    if missing := {name for name in state if NUMBER.sub("", name) in kinds} - adapted:
+        raise InputError(f"it has nothing for {min(missing)}")
+    for name in adapted:
+        a, b = (adapters[name.removesuffix(".weight") + end] for end in LORA)
+        state[name] = state[name] + b @ a
+
+
+def _base_of(path: Path) -> Path:
+    """MiniMind's name of the model beside an adapter: full_sft_768.pth beside lora_medical_768.pth."""
+    return path.with_name(re.sub(r".*?(_\d+(_moe)?)?$", r"full_sft\1.pth", path.stem, count=1))
 
 
 def has_adapter(path: str | Path) -> bool:
@@ -142,14 +192,16 @@ def tokenizer_source(path: str | Path) -> str:
     """Where the tokenizer of the model at ``path`` is by default: a directory or a hub name.
 
     For a model directory or hub name, it is the same path. For a ``.pth`` it is the folder of the same stem
-    beside it if that has one, otherwise this repository's ``model/``, as in MiniMind. Raises InputError if
-    there is no such ``.pth``, or none of the two has a tokenizer."""
+    beside it if that has one, for an adapter ("lora" in its name) that of its base, otherwise this
+    repository's ``model/``, as in MiniMind. Raises InputError if there is no such ``.pth``, or none of these
+    has a tokenizer."""
     if not str(path).endswith(".pth"):
         return str(path)
     if not os.path.isfile(path):  # the first thing to say
         raise InputError(f"{path}: no such file")
     sidecar = Path(path).with_suffix("")
-    for folder in (sidecar, MINIMIND_FOLDER):
+    base = [_base_of(Path(path)).with_suffix("")] if "lora" in sidecar.name else []
+    for folder in (sidecar, *base, MINIMIND_FOLDER):
         if _has_tokenizer(folder):
             return str(folder)
     raise InputError(f"{path}: no tokenizer in {sidecar} nor in {MINIMIND_FOLDER}: pass --tokenizer")

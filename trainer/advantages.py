@@ -23,6 +23,7 @@ from torch import Tensor
 
 from model.critic import CriticModel
 from trainer.compute.batch import Batch
+from trainer.compute.batching import in_fp64
 from trainer.runs.base import SavedAttributes
 
 Sum = Callable[[Tensor], Tensor]  # a tensor -> the sum of every process' tensor
@@ -153,7 +154,9 @@ def scored_apart(scores: Tensor, group_size: int) -> Tensor:
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
     """[sum, sum of squares, count] of x under mask, fp64 [3]: add these over processes, then ``mean_std``."""
-    x = torch.where(mask, x, 0.0).double()
+    x = in_fp64(x)
+    mask = mask.to(x.device)
+    x = torch.where(mask, x, 0.0)
     return torch.stack([x.sum(), x.square().sum(), mask.sum().double()])
 
 
@@ -198,8 +201,9 @@ def regression(x: Tensor, y: Tensor, mask: Tensor, sum_over_processes: Sum) -> t
     y_mean, y_std = mean_std(sum_over_processes(moments(y, mask)))
     slope = 0.0
     if x_std and y_std:
-        products = torch.where(mask, (x.double() - x_mean) * (y.double() - y_mean), 0.0).sum()
-        covariance = (sum_over_processes(products) / x_total[2]).item()
+        products = (in_fp64(x) - x_mean) * (in_fp64(y) - y_mean)
+        total = torch.where(mask.to(products.device), products, 0.0).sum()
+        covariance = (sum_over_processes(total) / x_total[2]).item()
         slope = max(covariance / x_std**2, 0.0)
     return slope, y_mean - slope * x_mean
 

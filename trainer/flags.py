@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from errors import InputError
-from trainer.peer_flags import NOT_HERE, PEER_FLAGS
+from trainer.peer_flags import PEER_FLAGS, reason_of
 from trainer.runs import trackers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -215,7 +215,7 @@ class FlagParser(argparse.ArgumentParser):
             if ours in self.flags:
                 hint = f" (value: {value[0]})" if value else ""
                 return f"{word}: it is called --{ours} here{hint}"
-            reason = NOT_HERE.get(known, "")
+            reason = reason_of(known)
             if reason and self.flags.keys() >= set(re.findall(r"--(\w+)", reason)):  # of another script else
                 return f"{word}: not a flag here: {reason}"
             known = known.partition(".")[2]
@@ -233,7 +233,7 @@ def add_machine_flags(p: FlagParser) -> None:
     """The flags of all three training scripts that say where and how it is computed."""
     add = p.add
     p.group("machine")
-    add("--device", "", "cpu, cuda, cuda:1; default: a GPU where there is one", may_change=True)
+    add("--device", "", "cpu, cuda, cuda:1, mps; default: a CUDA GPU where there is one", may_change=True)
     add("--dtype", "auto", "of mixed precision; float16: for GPUs without bf16", choices=DTYPES)
     add("--ddp", bool, "insist on having been started by torchrun", may_change=True)
     add("--deterministic", 0, "1: the same bits in each run on a GPU; slower", choices=[0, 1])

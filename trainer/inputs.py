@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.func import functional_call
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.answers import alternatives, compares_formulas
@@ -53,7 +55,8 @@ from model.loading import (
     quiet,
     tokenizer_source,
 )
-from trainer.compute.kernels import few_layers
+from trainer.compute.batching import Layout
+from trainer.compute.kernels import difference, few_layers
 from trainer.compute.scoring import PolicyScorer, short_windows
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import Sampler
@@ -328,11 +331,38 @@ def check_policy(args: Flags, policy: PreTrainedModel, tokenizer: PreTrainedToke
         wanted = getattr(args, flag)
         if wanted and wanted != (has := getattr(policy.config, flag)):
             raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
+    device = trial_device(args)
+    if device.type != "cpu":
+        check_device(policy, device)
 
 
-def check_sampling(policy: PreTrainedModel) -> None:
-    """Raise ``InputError`` unless sampling with a KV cache gives the log-probs of the training forward, which
-    is tried with the first layers (``few_layers``).
+def trial_device(args: Flags) -> torch.device:
+    """Where a model is tried: on a Mac's GPU if it is asked for, as nobody has tried one; else on the CPU."""
+    return torch.device(args.device if args.device.startswith("mps") else "cpu")
+
+
+def check_device(policy: PreTrainedModel, device: torch.device) -> None:
+    """Raise ``InputError`` unless this device computes the log-probs of a few tokens by all layers of a
+    model, and the gradient of its embeddings, as the CPU does."""
+    tokens = torch.arange(16).view(2, 8) % embeddings(policy)
+    scorer = PolicyScorer(policy)
+
+    def logprobs(place: torch.device) -> Tensor:
+        moved = {name: x.to(place) for name, x in (*scorer.named_parameters(), *scorer.named_buffers())}
+        layout = Layout.of_responses([2, 4], [6, 3], place)
+        return functional_call(scorer, moved, (tokens.to(place), layout))[0].cpu()
+
+    cpu = torch.device("cpu")
+    table = [*policy.get_input_embeddings().parameters()]
+    if reason := difference(lambda: logprobs(cpu), lambda: logprobs(device), cpu, table, tolerance=1e-3):
+        raise InputError(
+            f"--device {device}: computes this model otherwise than a CPU: {reason}; leave it out"
+        )
+
+
+def check_sampling(policy: PreTrainedModel, device: torch.device) -> None:
+    """Raise ``InputError`` unless sampling with a KV cache, on this device, gives the log-probs of the
+    training forward on the CPU, which is tried with the first layers (``few_layers``).
 
     It does not for models that keep more than keys and values from token to token (a recurrent state,
     positions of their own). Without this check their samples would silently come from another distribution.
@@ -348,9 +378,12 @@ def check_sampling(policy: PreTrainedModel) -> None:
         few_layers(policy),
         short_windows(policy),
     ):
-        rollout = Sampler(policy, slots=2).sample(prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0)
-        scored = PolicyScorer(policy)(rollout.tokens, rollout.layout)[0]
-    gap = (scored - rollout.sampler_logprobs).abs().max().item()
+        rollout = Sampler(policy, slots=2, device=device).sample(
+            prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0
+        )
+        layout = Layout.of_responses(rollout.layout.prompt_len, rollout.layout.response_len)
+        scored = PolicyScorer(policy)(rollout.tokens.cpu(), layout)[0]
+    gap = (scored - rollout.sampler_logprobs.cpu()).abs().max().item()
     if not gap < 1e-2:
         raise InputError(
             f"models of type {kind} are not supported: sampling with a KV cache gives other log-probs than "
@@ -441,7 +474,7 @@ def load_inputs(args: Flags, texts: Texts | None = None) -> Inputs:
             f"--shard 1: torch {torch.__version__} may sum the gradients of experts wrong; install torch 2.13"
         )
     check_policy(args, actor, tokenizer)
-    check_sampling(actor)
+    check_sampling(actor, trial_device(args))
     data: Prompts
     if prompts:
         data = prompts

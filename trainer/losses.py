@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.advantages import Sum, discounted_sums, moments
 from trainer.compute.batch import Batch
+from trainer.compute.batching import in_fp64
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ def effective_sample_size(
     """(sum w)^2 / (n sum w^2) of w = pi_old / pi_sampler, without a cap, over the n response tokens of the
     whole batch: 1 where sampler and scorer agree, 1/n where a single token has nearly all the weight. NaN
     where a w is too large for fp64."""
-    total = sum_over_processes(moments((old_logprobs - sampler_logprobs).double().exp(), mask))
+    total = sum_over_processes(moments(in_fp64(old_logprobs - sampler_logprobs).exp(), mask))
     return (total[0].square() / (total[1] * total[2])).item()
 
 

@@ -30,7 +30,11 @@ BUDGETS = [65536, 32768, 16384, 8192, 4096]
 # Where memory is short: tokens of a micro-batch, and sequences that are sampled together.
 SMALL_BUDGET = 1024
 FEWER_SLOTS = [256, 128, 64, 32, 16]
-USABLE = {"cuda": 0.9, "cpu": 0.95}  # of what is left: the plan is about right, and memory has gaps
+USABLE = {
+    "cuda": 0.9,
+    "cpu": 0.95,
+    "mps": 0.9,
+}  # of what is left: the plan is about right, and memory has gaps
 LATER = 80e6  # bytes of code that is loaded or compiled while a run goes on, by oneDNN, gloo and others
 LOADING = 2 * 4  # bytes a number: fp32, and the sampler's copy, which every run makes
 REMEDIES = (
@@ -194,8 +198,10 @@ def check_memory(case: Case, in_step: InStep | None = None) -> tuple[Plan, str]:
     """-> (``Plan``, a note that says where memory goes and how much is free). InputError where the run cannot
     fit. in_step: of a sharded run, whose processes plan with what the one has that has least."""
     device = case.device
-    if case.args.offload_frozen and device.type == "cpu":
-        raise InputError("--offload_frozen 1: there is no GPU whose memory it would spare; leave it out")
+    if case.args.offload_frozen and device.type != "cuda":
+        raise InputError(
+            "--offload_frozen 1: there is no GPU with a memory of its own, which it would spare; leave it out"
+        )
     models = (case.models["actor"], *case.rewards)
     loaded = sum(size.bytes for size in models if size.device == device)  # to be sharded: elsewhere
     room = USABLE[device.type] * (free_memory(device) + loaded) - LATER

@@ -29,7 +29,7 @@ from model.lora import trained
 from model.saving import SaveDtype
 from model.weights import short_hash, weights_hash
 from progress_bar import Start
-from trainer.compute.batching import tokens_per_pass
+from trainer.compute.batching import fp64_device, tokens_per_pass
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.scoring import prepare_training
@@ -222,7 +222,9 @@ def learn(run: SupervisedRun, step: int, items: Items) -> dict[str, float]:
     start = time.perf_counter()
     lengths = [run.tokens(item) for item in items]
     counts = [*run.loss_counts(items), sum(lengths)]
-    *totals, tokens = world.sum(torch.tensor(counts, dtype=torch.float64, device=world.device)).tolist()
+    *totals, tokens = world.sum(
+        torch.tensor(counts, dtype=torch.float64, device=fp64_device(world.device))
+    ).tolist()
 
     learner = run.learners["model"]
     source = (lengths, lambda rows: run.loss([items[i] for i in rows], totals))

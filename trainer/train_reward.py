@@ -59,7 +59,7 @@ from dataset.lm_dataset import PreferenceDataset, RecordDataset
 from model.loading import is_moe
 from model.saving import save_directory, whole_state
 from model.weights import make_score_heads
-from trainer.compute.batching import send
+from trainer.compute.batching import in_fp64, send
 from trainer.inputs import DEMO
 from trainer.rewards.reward_models import score_packed
 from trainer.runs import displays
@@ -173,8 +173,8 @@ class RewardRun(SupervisedRun):
         sums = {}
         if self.rated:
             loss = (scores - wanted).square().sum()
-            x = scores.detach().double()
-            y = wanted.double()
+            x = in_fp64(scores.detach())
+            y = in_fp64(wanted)
             if kind == "eval":
                 sums = {"score_mean_square": x * x, "y": y, "y_mean_square": y * y, "product": x * y}
         else:
@@ -184,7 +184,7 @@ class RewardRun(SupervisedRun):
         metrics = Metrics()
         metrics.add(f"{kind}/loss", loss, len(items))
         if kind == "eval":
-            metrics.add("score", scores.double().sum(), len(scores))
+            metrics.add("score", in_fp64(scores).sum(), len(scores))
         elif is_moe(self.model):
             metrics.add("train/balance_loss", balance, len(scores))
         metrics.add_all({name: x.sum() for name, x in sums.items()}, len(items))

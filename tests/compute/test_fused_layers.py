@@ -151,7 +151,7 @@ def test_trials_compute_a_layer_of_each_kind_and_no_more(config, tried):
     layers, seen = list(model.model.layers), set()
     for number, layer in enumerate(layers):
         layer.register_forward_hook(lambda *_, number=number: seen.add(number))
-    check_sampling(model)
+    check_sampling(model, model.device)
     assert pack_sequences(model.base_model)
     assert seen == set(range(tried))
     assert list(model.model.layers) == layers and model.config.num_hidden_layers == len(layers)

@@ -169,7 +169,7 @@ def test_a_policy_that_overflows_while_sampling_is_one_line():
     """Its norm is so large that its logits, finite in fp32, are beyond fp16's range."""
     policy = tiny_llama(10, layers=2, spread=2.0)
     policy.model.norm.weight.data.fill_(6e4)
-    check_sampling(policy)
+    check_sampling(policy, policy.device)
     for temperature in (0.0, 1.0):
         assert Sampler(policy, torch.float32).sample(*GIVEN, temperature).sampler_logprobs.isfinite().all()
         remedy = "in float16 the policy gives .* infinite; use --dtype float32"

@@ -146,7 +146,7 @@ def test_every_family_samples_and_scores_what_transformers_computes(name):
             assert rollout.finished.tolist() == ends
             assert all(len(x) == 10 or end for x, end in zip(rollout.responses(), ends, strict=True))
             assert not any(0 in response[:-1] for response in rollout.responses())
-    check_sampling(model)
+    check_sampling(model, model.device)
 
 
 def test_the_check_of_sampling_reaches_a_sliding_window(monkeypatch):
@@ -154,7 +154,7 @@ def test_the_check_of_sampling_reaches_a_sliding_window(monkeypatch):
     model = build(FAMILIES["Mistral"]())
     model.config.sliding_window = 64
     monkeypatch.setattr(kv_cache, "hidden_places", lambda behind, window: behind < 0)
-    refused("gives other log-probs", check_sampling, model)
+    refused("gives other log-probs", check_sampling, model, model.device)
     assert model.config.sliding_window == 64
 
 

@@ -295,6 +295,8 @@ BAD_PTH = [
     (b"", NO_FILE),
     ({"weights": torch.zeros(1), "code": ROOT}, NO_FILE),  # unpickling it would run code
     ({"model": {"w": torch.zeros(1)}, "step": 1}, NO_MINIMIND),
+    ({"optimizer": {}, "step": 1}, "holds optimizer, step, and no model with weights"),
+    ({"model": torch.zeros(1), "step": 1}, "holds model, step, and no model with weights"),
     (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), NO_MINIMIND),
     (minimind_with(mlp__up_proj=None), r'Missing key\(s\) in state_dict: "model.layers.0.mlp.up'),
     (minimind_with(mlp__up_proj=torch.zeros(3, 32)), "size mismatch for model.layers.0.mlp.up_proj"),
@@ -316,6 +318,115 @@ def test_bad_pth(tmp_path, content, message):
     elif content is not None:
         torch.save(content, path)
     assert str(path) in tiny.refused(message, load_policy, path)
+
+
+# ---------------------------------------------------------------- MiniMind's adapters and checkpoints
+
+
+def adapter_of(state, rank=3, hidden=32):
+    """A LoRA adapter as MiniMind's ``save_lora`` writes it: A and B of every square matrix of the layers."""
+    adapter = {}
+    for name, x in state.items():
+        if x.shape == (hidden, hidden):
+            name = name.removesuffix("weight")
+            adapter[f"{name}lora.A.weight"] = torch.randn(rank, hidden).half() / 4
+            adapter[f"{name}lora.B.weight"] = torch.randn(hidden, rank).half() / 4
+    return adapter
+
+
+def with_adapter(model, adapter):
+    """The model, whose matrices compute W x + B (A x), as MiniMind's ``apply_lora`` has it."""
+    for name, module in model.named_modules():
+        if f"{name}.lora.A.weight" in adapter:
+            a, b = (adapter[f"{name}.lora.{end}.weight"].float() for end in "AB")
+            module.register_forward_hook(lambda _, x, out, a=a, b=b: out + x[0] @ a.T @ b.T)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "module", "own", "resume"])
+def test_an_adapter_of_minimind_is_merged_into_the_model_beside_it(tmp_path, recwarn, kind):
+    """own: the weights beside it in the file, as a checkpoint of train_lora.py has them; resume: in a
+    _resume.pth; module: with the names of DDP."""
+    moe = kind == "moe"
+    model = tiny_minimind(use_moe=moe)
+    tokens = random_tokens(2, 7)
+    state = {name: x.half() for name, x in model.state_dict().items()}
+    adapter = adapter_of(state)
+    assert len(adapter) == 2 * 2 * 2  # A and B of q and o, in two layers
+    path = tmp_path / f"lora_identity_32{'_moe' * moe}.pth"
+    base = tmp_path / f"full_sft_32{'_moe' * moe}.pth"
+    said = f"{path}: a LoRA adapter, merged into {base}"
+    if kind in ("own", "resume"):
+        whole = state | adapter
+        torch.save({"model": whole, "step": 3, "scaler": {}} if kind == "resume" else whole, path)
+        said = (
+            f"{path}: a checkpoint, of which only the weights are read"
+            if kind == "resume"
+            else f"{path}: its LoRA adapters are merged"
+        )
+    else:
+        torch.save({f"module.{name}" if kind == "module" else name: x for name, x in adapter.items()}, path)
+        assert tiny.refused("a LoRA adapter; put the model that", load_policy, path).endswith(str(base))
+        torch.save(state, base)
+    recwarn.clear()
+    loaded = load_policy(path)
+    assert any(said in str(w.message) for w in recwarn)
+    plain = tiny_minimind(use_moe=moe)
+    plain.load_state_dict(state)
+    before = plain(tokens).logits
+    wanted = with_adapter(plain, adapter)(tokens).logits
+    assert (wanted - before).abs().max() > 0.1
+    torch.testing.assert_close(loaded(tokens).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_takes_tokenizer_and_config_of_the_folder_beside_its_base(tmp_path):
+    base = tmp_path / "full_sft_32.pth"
+    save_policy(tiny_llama(), tiny_tokenizer(), base)
+    for name in ("lora_a_32", "other_32"):
+        state = torch.load(base, weights_only=True)
+        torch.save(adapter_of(state) if "lora" in name else state, tmp_path / f"{name}.pth")
+    assert tokenizer_source(tmp_path / "lora_a_32.pth") == str(base.with_suffix(""))
+    assert load_policy(tmp_path / "lora_a_32.pth").config.num_attention_heads == SIZES["num_attention_heads"]
+    tiny.refused(f"no tokenizer in {tmp_path}/other_32 nor in", tokenizer_source, tmp_path / "other_32.pth")
+
+
+WRONG_ADAPTERS = {
+    "it has nothing for model.layers.1.self_attn.": lambda a: {k: x for k, x in a.items() if ".0." in k},
+    "KeyError: 'model.layers.7.": lambda a: a | {k.replace(".1.", ".7."): x for k, x in a.items()},
+    "KeyError: 'model.layers.0.self_attn.q_proj.lora.B": lambda a: {
+        k: x for k, x in a.items() if "0.self_attn.q_proj.lora.B" not in k
+    },
+    "RuntimeError: The size of tensor": lambda a: {k: x[:16] if "B" in k else x for k, x in a.items()},
+    "put the model that it was trained on there as": None,  # an adapter under the name of a model
+}
+
+
+@pytest.mark.parametrize(("message", "change"), WRONG_ADAPTERS.items())
+def test_an_adapter_of_another_model_is_one_line(tmp_path, message, change):
+    state = tiny_minimind().state_dict()
+    path = tmp_path / f"{'lora_x' if change else 'full_sft'}_32.pth"
+    torch.save(state, tmp_path / "full_sft_32.pth")
+    adapter = adapter_of(state)
+    torch.save(change(adapter) if change else adapter, path)
+    line = tiny.refused(message, load_policy, path)
+    assert line.startswith(f"{path} is no LoRA adapter of" if change else f"{path}: a LoRA adapter")
+
+
+def test_a_checkpoint_of_minimind_gives_its_weights(tmp_path):
+    """As ``lm_checkpoint`` writes it, optimizer, scheduler and critic with it."""
+    model = tiny_minimind()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(random_tokens(1, 3)).logits.sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=9)
+    state = {name: x.half() for name, x in model.state_dict().items()}
+    more = {"epoch": 0, "step": 7, "world_size": 1, "wandb_id": None, "scheduler": schedule.state_dict()}
+    path = tmp_path / "ppo_actor_32_resume.pth"
+    content = {"model": state, "optimizer": optimizer.state_dict(), **more, "critic_model": state}
+    torch.save(content, path)
+    with pytest.warns(UserWarning, match=f"{path}: a checkpoint, of which only the weights are read"):
+        loaded = load_policy(path)
+    assert all(x.equal(state[name].float()) for name, x in loaded.state_dict().items())
 
 
 def save(folder, model, **config):

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
 
 Device = torch.device | str
+NO_FP64 = "mps"  # a Mac's GPU
 
 
 def tokens_per_pass(device: torch.device) -> int:
@@ -68,6 +69,16 @@ def send(x: Tensor, device: Device) -> Tensor:
     if torch.device(device).type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
+
+
+def fp64_device(device: torch.device) -> torch.device:
+    """Where what belongs to this device is computed in fp64: on itself, but ``NO_FP64`` on the CPU."""
+    return torch.device("cpu") if device.type == NO_FP64 else device
+
+
+def in_fp64(x: Tensor) -> Tensor:
+    """A tensor in fp64, on its ``fp64_device``."""
+    return x.to(fp64_device(x.device)).double()
 
 
 def _ragged(lengths):

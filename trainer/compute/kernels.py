@@ -27,10 +27,11 @@ from trainer.compute.memory import is_out_of_memory
 
 
 def kernels_of(device_type: str) -> ModuleType | None:
-    """The kernels of this kind of device ("cpu", "cuda"), or None where they cannot be compiled or run."""
+    """The kernels of this kind of device ("cpu", "cuda"), or None where they cannot be compiled or run,
+    and for a Mac's GPU."""
     if device_type == "cpu":
         return cpu if cpu.library() else None
-    return _cuda()
+    return _cuda() if device_type == "cuda" else None
 
 
 @cache

@@ -21,11 +21,11 @@ from trainer.compute.precision import compute_dtype, rows_to_add
 # Logits in one chunk [tokens, vocabulary]: 8 MiB in fp32 fit a CPU's cache. 512 MiB on a GPU are 832 tokens
 # where the vocabulary is 152,000: so many that the products take far longer than reading and writing the
 # weight's gradient, which is done once a chunk
-CHUNK = {"cpu": 1 << 21, "cuda": 1 << 27}
+CHUNK = {"cpu": 1 << 21, "cuda": 1 << 27, "mps": 1 << 24}
 GPU = "cuda"  # the kind of device whose kernels read logits twice
 MIN_CHUNK_TOKENS = 64  # the fewest tokens in a chunk, because each chunk reads all weights of the head
 # At most so many numbers are kept from forward to backward: probabilities, or a GPU's logits of one chunk
-MAX_KEPT = {"cpu": 1 << 24, "cuda": 1 << 27}
+MAX_KEPT = {"cpu": 1 << 24, "cuda": 1 << 27, "mps": 1 << 24}
 
 
 def token_logprobs(

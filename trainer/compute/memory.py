@@ -59,9 +59,16 @@ def free_unused_memory() -> None:
     """Free what nothing uses any more, and give back what torch keeps of a GPU's memory for later, and what
     the C library of Linux keeps of the main memory."""
     gc.collect()  # tensors in a cycle of references, which would otherwise wait for Python's collector
-    torch.cuda.empty_cache()  # where there is a GPU
+    empty_device_cache()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def empty_device_cache() -> None:
+    """Give back what torch keeps of a GPU's memory for later; without a GPU nothing happens."""
+    torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
 
 
 def each_micro_batch(
@@ -126,9 +133,13 @@ def peak_memory() -> int:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that this process can still get: of the GPU, or its share of the machine's main memory, in a
-    container of that."""
-    if device.type == "cpu":
+    container of that. A Mac's GPU has what is free of the main memory, up to a limit."""
+    if device.type != "cuda":
         available = min(psutil.virtual_memory().available, free_in_groups())
+        if device.type == "mps":
+            available = min(
+                available, torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+            )
         return int(available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from errors import InputError
 from model.weights import HalfEmbedding, HalfLinear
 
 LINEAR = (nn.Linear, HalfLinear)
@@ -31,7 +32,12 @@ INTERVAL = 2000  # good optimizer steps in a row after which the scale is double
 
 def fast_dtype(name: str, device: torch.device) -> torch.dtype:
     """``--dtype`` -> the dtype of mixed precision and of sampling. "auto": bf16 where the device computes in
-    it natively, else fp16 on a GPU that is fast in it, else fp32."""
+    it natively, else fp16 on a GPU that is fast in it, else fp32. InputError for another one than fp32 on a
+    Mac's GPU."""
+    if device.type == "mps":
+        if name not in ("auto", "float32"):
+            raise InputError(f"--dtype {name}: --device mps computes in float32 only; leave the flag out")
+        return torch.float32
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from errors import InputError
 from progress_bar import phase
 from trainer.compute.batch import Batch, new_batch
-from trainer.compute.batching import micro_batches, pad_right, send, tokens_per_pass
+from trainer.compute.batching import fp64_device, micro_batches, pad_right, send, tokens_per_pass
 from trainer.compute.kernels import kernels_for
 from trainer.compute.logprobs import head_logits
-from trainer.compute.memory import attempt, out_of_memory_error
+from trainer.compute.memory import attempt, empty_device_cache, out_of_memory_error
 from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.kv_cache import KVCache, bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
@@ -78,7 +78,7 @@ class Sampler:
         """Free the engine, with its keys and values and its graphs. The next ``sample`` builds them again."""
         self.engine = None
         self.graphs.forget()
-        torch.cuda.empty_cache()  # where there is a GPU
+        empty_device_cache()
 
     def sample(
         self,
@@ -177,7 +177,8 @@ class Engine:
         # sequence goes on; 1 where it was cut, or the slot is empty; 2 or 3 where it has ended by itself
         self.state = zeros(6, slots)
         self.row, self.token, self.position, self.count, self.begun, self.done = self.state
-        self.noise = zeros(rows + 1, limit + 1, dtype=torch.float64)
+        place = fp64_device(self.device)
+        self.noise = zeros(rows + 1, limit + 1, dtype=torch.float64, device=place)
         self.tokens = zeros(rows + 1, limit + 1)
         self.logprobs = zeros(rows + 1, limit + 1, dtype=torch.float32)
         self.response_len = zeros(rows)
@@ -189,7 +190,7 @@ class Engine:
         self.temperature = temperature
         self.limit = max_gen_len
         self.waiting = sorted(range(len(prompt_ids)), key=lambda i: (len(prompt_ids[i]), -i))
-        self.noise[: len(keys), :max_gen_len] = send(uniform(keys, max_gen_len), self.device)
+        self.noise[: len(keys), :max_gen_len] = send(uniform(keys, max_gen_len), self.noise.device)
         self.longest = 0  # at most how many tokens the sequence in a slot has
         self._clear_slots(0)
 
@@ -277,7 +278,10 @@ class Engine:
             fused(logits, self.temperature, self.noise, self.eos, self.limit, state, results)
         else:
             column = torch.where(going_on, count, self.tokens.shape[1] - 1)
-            drawn, logprob = sample_tokens(logits, self.temperature, self.noise[row, column])
+            place = self.noise.device
+            noise = self.noise[row.to(place), column.to(place)]
+            sampled = sample_tokens(logits.to(place), self.temperature, noise)
+            drawn, logprob = (x.to(self.device) for x in sampled)
             ended = (drawn[:, None] == self.eos).any(1)
             self.tokens[row, column] = drawn
             self.logprobs[row, column] = logprob

@@ -14,6 +14,7 @@ import torch
 
 from trainer.advantages import Sum
 from trainer.compute.batch import Batch
+from trainer.compute.batching import in_fp64
 from trainer.options.option import Option
 from trainer.runs.base import Learner, SavedAttributes
 
@@ -46,8 +47,9 @@ class KlTarget(SavedAttributes, Option):
         if step <= self.learner.first_batch or step % self.every:
             return
         newest = batch.newest(self.batch_size)
-        k1 = torch.where(newest.action_mask, newest.old_logprobs - newest.ref_logprobs, 0.0).double().sum()
-        count = newest.action_mask.any(1).sum().to(k1)  # responses with a score
+        mask = newest.action_mask
+        k1 = in_fp64(torch.where(mask, newest.old_logprobs - newest.ref_logprobs, 0.0)).sum()
+        count = mask.any(1).sum().to(k1)  # responses with a score
         total, responses = self.sum_over_processes(torch.stack([k1, count])).tolist()
         if math.isfinite(total) and responses:
             error = total / responses / self.target - 1

@@ -260,9 +260,10 @@ def load_reward_model(
         outside = is_from_outside(config)
         classifies = "ForSequenceClassification" in str(config.architectures)
         slow = config.dtype == torch.float16 if outside else dtype == torch.float32
-        if weights == "auto" and device.type == "cpu" and slow:
+        if weights == "auto" and device.type != "cuda" and slow:
             # A CPU would spend a quarter of its time on making 16-bit weights fp32 at every call. Code from
-            # outside computes in the dtype of its weights: in fp16 slowly, or not at all.
+            # outside computes in the dtype of its weights: in fp16 slowly, or not at all. A Mac's GPU, which
+            # computes in fp32 too, is treated alike.
             weights = torch.float32
         tokenizer = load_tokenizer(path, trust_remote_code)
         auto_class = AutoModelForSequenceClassification if classifies else AutoModel

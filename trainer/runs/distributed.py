@@ -176,8 +176,13 @@ def init_world(device: str, require: int = False) -> World:
                 )
             place = torch.device("cuda", number)
             torch.cuda.set_device(place)
-        elif place.type != "cpu":  # mps has no fp64, in which sampling and metrics are computed
-            raise InputError("only cpu and cuda are supported")
+        elif place.type == "mps":
+            if size > 1:
+                raise InputError("a Mac's GPU takes one process; start it without torchrun")
+            if not torch.backends.mps.is_available():
+                raise InputError("torch finds no GPU of a Mac")
+        elif place.type != "cpu":
+            raise InputError("only cpu, cuda and mps are supported")
         torch.zeros(1, device=place)
     if size == 1:
         return World(0, 1, place)

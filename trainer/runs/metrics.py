@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trainer.compute.batching import send
+from trainer.compute.batching import fp64_device, in_fp64, send
 from trainer.runs.distributed import World
 
 Number = Tensor | float
@@ -22,7 +22,7 @@ class Metrics:
     def add(self, name: str, total: Number, count: Number = 1) -> None:
         """Add to a metric: ``total``, a sum (tensor or number) over ``count`` tokens or sequences."""
         old_total, old_count = self._totals.get(name, (0.0, 0.0))
-        total = total.detach().double() if isinstance(total, Tensor) else total
+        total = in_fp64(total.detach()) if isinstance(total, Tensor) else total
         self._totals[name] = (old_total + total, old_count + count)
 
     def add_all(self, totals: Mapping[str, Number], count: Number = 1) -> None:
@@ -66,8 +66,9 @@ Loss = tuple[Tensor, Metrics]  # a micro-batch's share of a minibatch's loss, an
 
 
 def together(numbers: list[Number], device: torch.device) -> Tensor:
-    """Numbers and tensors of one element -> fp64 [n] on the device. The host waits for no GPU."""
+    """Numbers and tensors of one element -> fp64 [n] on its ``fp64_device``. The host waits for no GPU."""
     plain = torch.tensor([x for x in numbers if not isinstance(x, Tensor)], dtype=torch.float64)
-    sent = iter(send(plain, device))  # in one copy
+    place = fp64_device(device)
+    sent = iter(send(plain, place))  # in one copy
     tensors = [x if isinstance(x, Tensor) else next(sent) for x in numbers]
-    return torch.stack([x.to(device, torch.float64, non_blocking=True) for x in tensors])
+    return torch.stack([in_fp64(x).to(place, non_blocking=True) for x in tensors])

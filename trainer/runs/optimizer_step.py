@@ -29,7 +29,7 @@ from trainer.runs.metrics import Loss, Metrics
 
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
 # Numbers that AdamWInHalf computes at a time, so that no fp32 copy of a whole moment exists
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24, "mps": 1 << 24}
 
 
 # What a loss is of: the lengths of sequences in tokens, and ``loss_of(rows)`` -> (loss, ``Metrics``).
