@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from model.loading import load_policy
-from trainer import loop, memory_plan
+from trainer import memory_plan, session
 from trainer.compute import batching, logprobs
 from trainer.compute.cpu import kernels
 from trainer.inputs import check_device, check_sampling
@@ -95,7 +95,7 @@ def main(kind, name, *argv):
     if kind == "sim":
         begin()
     device = torch.device(kind, 0)
-    loop.init_world = lambda *given: World(0, 1, device)
+    session.init_world = lambda *given: World(0, 1, device)
     script = importlib.import_module(f"trainer.{name}")
     with Device():
         policy = load_policy(script.parse_args(argv).model)

@@ -154,4 +154,4 @@ def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
     endless = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     given = files | {"ptx_data_path": turns, "prompt_template": endless}
     run, _ = make_run(given)
-    assert run.ptx.data.ends == [0] and "</s> is put behind the last one, and learned" in run.about()
+    assert run.demonstrations.ends == [0] and "</s> is put behind the last one, and learned" in run.about()

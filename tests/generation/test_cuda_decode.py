@@ -43,6 +43,7 @@ class Slots:
         self.eos, self.limit, self.forbidden = ids(1, 4, 6), 5, Forbidden(2, (1, 4, 6))
         self.tokens = torch.zeros(9, 6, dtype=torch.int64, device=DEVICE)
         self.logprobs = torch.zeros(9, 6, device=DEVICE)
+        self.device = torch.device(DEVICE)
         self.temperature = 0.8
         self._logits = lambda states: states
         self.stop_table = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
