@@ -2,7 +2,8 @@
 
 A record is read by the first of these keys that it has, so a file may mix forms (examples: docs/data.md):
 
-    prompt     PROMPTS, or instruction and input beside an output, or text
+    prompt     PROMPTS, or instruction and input beside an output, or text; it may end with the beginning of
+               the answer (``_parted``)
     answer     ANSWERS, or the last turn of the prompt, or verl's reward_model.ground_truth (to compare with);
                to compare with, a list is several right answers
     pairs      chosen, rejected; rated answers: score beside an answer
@@ -50,7 +51,12 @@ ROLE_NAMES = {  # in small letters
 TOOL_ROLES = ("tool", "function", "function_call", "observation")  # of a call of a tool or its result
 SPEAKS = re.compile("\n\n(Human|Assistant): ?")  # in transcripts (HH-RLHF)
 TURNS_AS_TEXT = re.compile(r'\s*\[\s*{\s*"(role|from|content|value)"')  # as tables keep conversations
+OPEN = re.compile(r"<think>\s*\Z")  # a thought that begins at the end of a text
 REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
+
+
+class Begun(str):
+    """What is said in a last turn that the answer continues (``begun``)."""
 
 
 class NotLearned(str):
@@ -109,8 +115,10 @@ def to_prompt(record: Record) -> tuple[Asked, Answer | None]:
     prompt, answer = _prompt_and_answer(record)
     accepted = said if is_list and said else [answer]
     match record:
-        case {"reward_model": {"ground_truth": truth}} if accepted == [None]:
+        case {"reward_model": {"ground_truth": truth}} if truth is not None and said in (None, "", []):
             accepted = truth if isinstance(truth, list) else [truth]
+    if all(turn["role"] == "system" for turn in to_messages(prompt)):
+        raise InputError("the prompt is only a system message; add what the user asks, or delete the line")
     texts = [without_solution(_as_text(text)) for text in accepted if text not in (None, "")]
     return prompt, texts[0] if len(texts) == 1 else texts or None
 
@@ -126,13 +134,17 @@ def to_demonstration(record: Record) -> tuple[Asked | None, str]:
     raise InputError(
         f"no answer to learn from (a call of a tool is none); {keys_found(record)}: end it with the "
         "assistant's turn, or name the answer with --answer_key"
+        + (
+            ' ("prompt" ends with the beginning of one: call it "messages" if it is all of it)'
+            * bool(begun(prompt))
+        )
     )
 
 
 def to_pair(record: Record) -> tuple[list[Answered], float]:
     """A record -> ([(prompt, chosen text), (prompt, rejected text)], margin). margin: how much better the
     chosen answer is, 0 if the record does not say. Raises InputError."""
-    prompt, _ = split(_asked(record) or "")
+    prompt, _ = _parted(record, _asked(record) or "", True)
     sides = []
     for which in ("chosen", "rejected"):
         said = record.get(which)
@@ -234,16 +246,27 @@ def _prompt_and_answer(record: Record) -> Parted:
                 f'no prompt (an "instruction" needs an "output" beside it); {keys_found(record)}: name the '
                 "prompt with --prompt_key and the answer, if any, with --answer_key, or rename them"
             )
-        prompt, answer = split(asked)
+        answered = not record.keys().isdisjoint((*ANSWERS, "reward_model"))
+        prompt, answer = _parted(record, asked, answered)
         if isinstance(asked, str) and said is not None and asked == record.get("prompt"):
             prompt, answer = asked, None  # it may end with the beginning of its answer
-        if (answer or "").strip() in PLACEHOLDERS:
-            answer = None
     if said is not None and not (answer and said == ""):  # an empty column beside whole conversations
         prompt, answer = _answered(prompt, said)
-    if not prompt:
+    if not any(turn["content"].strip() for turn in to_messages(prompt)):
         raise InputError("the prompt is empty; fill it in or delete the line")
     return add_system(prompt, _system(record)), answer
+
+
+def _parted(record: Record, asked: Any, answered: bool) -> Parted:
+    """What a record asks -> (prompt, the answer at its end, if there is one). The assistant's turn at the end
+    of "prompt" is no answer but the beginning of one, and so is an open thought beside an answer."""
+    prompt, said = split(asked)
+    if said is None or said.strip() in PLACEHOLDERS:
+        return prompt, None
+    is_open = said.rfind("<think>") > said.rfind("</think>")
+    if isinstance(prompt, str) or not (asked == record.get("prompt") or (answered and is_open)):
+        return prompt, said
+    return [*prompt, {"role": "assistant", "content": Begun(said)}], None
 
 
 def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
@@ -255,6 +278,9 @@ def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
     if not prompt or isinstance(turns, str):
         return turns, answer
     asked = to_messages(prompt)
+    beginning = begun(asked)
+    if beginning and turns == asked[:-1] and answer and answer.startswith(beginning):  # it is repeated
+        return prompt, answer[len(beginning) :]
     if turns[: len(asked)] == asked:
         return turns, answer
     speakers = [turn["role"] for turn in turns if turn["role"] != "system"]
@@ -321,6 +347,15 @@ def has_tools(record: Record) -> bool:
     return "tools" in record or (_is_turns(turns) and any(map(_is_of_tool, turns)))
 
 
+def replaces_turn(record: Record) -> bool:
+    """Does an answer beside a conversation take the place of the assistant's turn at its end?"""
+    turns = _first(record, ("messages", "conversations"))
+    said = _first(record, ANSWERS)
+    if not _is_turns(turns) or not isinstance(said, str | int | float) or said == "" or is_pair(record):
+        return False
+    return _parted(record, turns, True)[1] is not None
+
+
 def is_transcript(prompt: Asked) -> bool:
     """Is it a text that begins with "Human:", to be answered by an "Assistant:"?"""
     return isinstance(prompt, str) and prompt.lstrip().startswith("Human:") and REPLY in prompt
@@ -342,7 +377,25 @@ def to_messages(prompt: Asked) -> Messages:
         {"role": ROLE_NAMES[speaker.lower()], "content": "\n\n".join(text for _, text in said)}
         for speaker, said in groupby(turns, lambda turn: turn[0])
     ]
-    return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
+    last = messages[-1]
+    if last["role"] == "assistant":
+        messages[-1:] = [last | {"content": Begun(last["content"])}] if last["content"] else []
+    return messages
+
+
+def begun(prompt: Asked) -> str:
+    """What a prompt has of the answer already: its last turn, if the answer continues it, or the ``<think>``
+    at the end of a text."""
+    if isinstance(prompt, str):
+        return "".join(OPEN.findall(prompt))
+    last = prompt[-1]["content"] if prompt else ""
+    return last if isinstance(last, Begun) else ""
+
+
+def whole_answer(prompt: Asked, response: str) -> Answered:
+    """A prompt and what was sampled -> (the prompt without the beginning of the answer, the answer)."""
+    beginning = "" if isinstance(prompt, str) else begun(prompt)
+    return (prompt[:-1], beginning + response) if beginning else (prompt, response)
 
 
 def add_system(prompt: Asked, system_prompt: str) -> Asked:

@@ -22,7 +22,16 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dataset.answers import Answer, comparable, is_formula
-from dataset.chat_template import Ids, Thinking, conversation_ids, encode, learned_pieces, prompt_text, unmark
+from dataset.chat_template import (
+    Ids,
+    Thinking,
+    conversation_ids,
+    encode,
+    learned_pieces,
+    prompt_text,
+    unmark,
+    unrendered,
+)
 from dataset.formats import (
     BY_FORM,
     Asked,
@@ -32,6 +41,7 @@ from dataset.formats import (
     has_tools,
     is_pair,
     named,
+    replaces_turn,
     to_demonstration,
     to_pair,
     to_prompt,
@@ -55,7 +65,8 @@ class RecordDataset(Dataset[Item], ABC):
     bad record among those read, or if all of these are too long. ``read``, ``dropped``: how many items were
     read at the start, and how many of these were too long; ``longest``: upper limit of an item's tokens;
     ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read;
-    ``tools``: whether one has tools."""
+    ``tools``, ``rendered``, ``replaced``: whether one has tools, text that the chat template has written, an
+    answer in the place of the assistant's last turn."""
 
     path: str | Path
     tokenizer: PreTrainedTokenizerBase
@@ -70,6 +81,8 @@ class RecordDataset(Dataset[Item], ABC):
         self.records = open_records(self.path)
         self.columns: dict[str, None] = {}
         self.tools = False
+        self.rendered = False
+        self.replaced = False
         with located(self.records, 0):
             first = named(self.records[0], self.keys)
         self.pairs = is_pair(first) or "score" not in first  # and not rated answers
@@ -118,6 +131,14 @@ class RecordDataset(Dataset[Item], ABC):
             self.columns |= dict.fromkeys(record)
             self.tools |= has_tools(record)
             return self.item(i, record)
+
+    def fields(self, record: Record) -> Record:
+        """A record as the functions of formats.py read it."""
+        found = named(record, self.keys)
+        read = unrendered(self.tokenizer, found)
+        self.rendered |= read is not found
+        self.replaced |= replaces_turn(read)
+        return read
 
     def ids(self, text: str, after: str = "") -> Ids:
         """The token ids of a marked text. after: as in ``encode``."""
@@ -216,7 +237,7 @@ class RLAIFDataset(RecordDataset[Prompt]):
             self.formulas += comparable(item.answer) and is_formula(item.answer)
 
     def item(self, i: int, record: Record) -> Prompt:
-        prompt, answer = to_prompt(named(record, self.keys))
+        prompt, answer = to_prompt(self.fields(record))
         prompt = add_system(prompt, self.system_prompt)
         switches = self.thinking(i) if self.thinking else {}
         text = prompt_text(self.tokenizer, prompt, **switches)
@@ -245,7 +266,7 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
     """
 
     def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
-        prompt, answer = to_demonstration(named(record, self.keys))
+        prompt, answer = to_demonstration(self.fields(record))
         prompt = prompt and add_system(prompt, self.system_prompt)
         eos = self.tokenizer.eos_token_id
         ids: Ids = []
@@ -272,7 +293,7 @@ class PreferenceDataset(RecordDataset[Judged]):
     answers: items (conversation ids, score). The token ids are those that the reward model reads in PPO."""
 
     def item(self, i: int, record: Record) -> Judged:
-        record = named(record, self.keys)
+        record = self.fields(record)
         sides, given = to_pair(record) if self.pairs else to_rated(record)
         whole = [(add_system(prompt, self.system_prompt), response) for prompt, response in sides]
         found = conversation_ids(self.tokenizer, whole)
@@ -309,7 +330,7 @@ class LoggedRecords(RecordDataset[Item]):
 
     def answer(self, i: int, record: Record, side: int) -> LoggedAnswer:
         """Item ``i``, an answer of a record. side: of a pair, 0 for the chosen one, 1 for the other."""
-        found = named(record, self.keys)
+        found = self.fields(record)
         sides, score = to_pair(found) if self.pairs else to_rated(found)
         if self.pairs:
             score = (CHOSEN, REJECTED)[side]

@@ -3,7 +3,7 @@
 .jsonl             one JSON object per line
 .json              a list of objects, or lines as above
 each of them .gz
-.parquet, a folder of data files, a hub name (user/name or user/name:split)
+.parquet, .csv, a folder of data files, a hub name (user/name or user/name:split)
                    read with the library ``datasets``, which is only needed for these
 """
 
@@ -23,8 +23,13 @@ from dataset.formats import Record
 from errors import InputError
 from model.loading import as_input_error, quiet
 
-TABLE = ".parquet"
-HUB_NAME = re.compile(r"(?!.*\.(jsonl?|gz|parquet)\Z)[\w-][\w.-]*/[\w.-]+(:.+)?")  # not that of a file
+TABLES = {  # how the library reads a file of its own: of the cells of a .csv all that are not empty are text
+    ".parquet": {},
+    ".csv": {"dtype": "str", "keep_default_na": False, "na_values": [""]},
+}
+HUB_NAME = re.compile(
+    r"(?!.*\.(jsonl?|gz|parquet|csv|tsv|txt|xlsx)\Z)[\w-][\w.-]*/[\w.-]+(:.+)?"
+)  # not that of a file
 BLANK = b"\xef\xbb\xbf \t\r\n"  # before the first record: Windows begins files with three bytes
 
 
@@ -86,16 +91,19 @@ class TableRecords:
         except ImportError:
             raise InputError(f"{path}: reading it needs a library: pip install 'datasets>=4'") from None
         self.path = path
-        files = path if path.endswith(TABLE) else None
+        kind = os.path.splitext(path)[1]
+        files = path if kind in TABLES else None
         name, _, split = path.partition(":")
         if os.path.lexists(path):  # its name may have a colon, as on Windows
-            name = "parquet" if files else path
+            name = kind[1:] if files else path
             split = ""
         said = f"{path}: the library datasets cannot read it"
         said += "; name one file of the folder" if os.path.isdir(path) else ""
         with quiet(), as_input_error(said):
             try:
-                self._table = datasets.load_dataset(name, split=split or "train", data_files=files)
+                self._table = datasets.load_dataset(
+                    name, split=split or "train", data_files=files, **(TABLES[kind] if files else {})
+                )
             except datasets.exceptions.DatasetGenerationError as error:  # that alone says nothing
                 raise error.__cause__ or error from None
             if os.path.isdir(path):
@@ -125,7 +133,7 @@ def open_records(path: str | Path) -> Records:
     """
     path = str(path)
     there = os.path.lexists(path)
-    is_table = path.endswith(TABLE) or os.path.isdir(path) if there else HUB_NAME.fullmatch(path)
+    is_table = path.endswith(tuple(TABLES)) or os.path.isdir(path) if there else HUB_NAME.fullmatch(path)
     records = TableRecords(path) if is_table else LineRecords(path)
     if not len(records):
         raise InputError(f"{path}: the file has no records; give it one JSON object a line")
@@ -153,7 +161,7 @@ def _temporary(path: str, lines: Iterable[bytes]) -> IO[bytes]:
 
 def parse_json(raw: bytes) -> Any:
     """Bytes of JSON text -> the value. Raises InputError."""
-    with as_input_error("not JSON in UTF-8; one object a line is needed"):
+    with as_input_error("not JSON in UTF-8; one object a line is needed, or a .csv or .parquet file"):
         text = raw.decode("utf-8-sig")
         # NaN, which pandas writes for an empty cell, counts as null.
         value = json.loads(text, parse_constant=lambda name: None)

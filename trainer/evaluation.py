@@ -10,6 +10,7 @@ if the score rises while they fall, the policy exploits the reward. docs/report.
 import torch
 
 from dataset.answers import comparable
+from dataset.formats import begun
 from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
 from progress_bar import phase
 from trainer.collect import Batch, raw_scores, respond, sampling_from
@@ -75,7 +76,7 @@ def evaluate(run: PpoRun, held_out: RLAIFDataset) -> StepLog:
                         mine[place] = {"place": place, "answer": prompt.answer} | row
                 if held_out.has_accuracy:
                     right = [
-                        is_correct(text, prompt.answer, args.reasoning)
+                        is_correct(text, prompt.answer, args.reasoning, begun(prompt.prompt))
                         for prompt, text in zip(asked, batch.texts, strict=True)
                         if prompt.answer is not None and comparable(prompt.answer)
                     ]

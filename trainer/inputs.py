@@ -294,6 +294,13 @@ def describe_texts(args: Namespace, datasets: Iterable[RecordDataset[Any] | None
         own = own_system(data.tokenizer)
         if data.tools:
             notes.add(f"{data.path}: tools are ignored: turns that call one or hold its result are left out")
+        if data.rendered:
+            notes.add(f"{data.path}: texts that the chat template has written already are read as messages")
+        if data.replaced:
+            notes.add(
+                f"{data.path}: the last turn of a conversation is left out where an answer is beside it; one "
+                'that the answer continues belongs into "prompt"'
+            )
         if left_out := data.records.left_out:
             notes.add(f"{data.path}: by name or kind not of its split train and not read: {left_out}")
     lines = [f"note     {note}" for note in sorted(notes)]
