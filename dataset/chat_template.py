@@ -265,7 +265,7 @@ def learned_pieces(
     """A prompt and the answer to it -> [(text, is it learned?), …], marked; the last one is the answer with
     what ends it. prompt: None for a text that is all to be learned. Raises InputError for a template that
     does not put answers behind prompts, or not as they are."""
-    if prompt and tokenizer.chat_template and (beginning := begun(to_messages(prompt))):
+    if prompt and tokenizer.chat_template and (beginning := begun(prompt)):
         whole = mark_special(tokenizer, beginning + answer).rstrip()
         pieces = learned_pieces(tokenizer, to_messages(prompt)[:-1], beginning + answer)
         (context, _), (said, _) = pieces[-2:]
@@ -353,13 +353,14 @@ def conversation_ids(tokenizer: PreTrainedTokenizerBase, conversations: list[Ans
 def turn_marks(tokenizer: PreTrainedTokenizerBase, template: str) -> dict[str, str]:
     """What the tokenizer's chat template writes before turns: {text: whose turn it is}."""
     marks: dict[str, str] = {}
+    special, _ = spellings(tokenizer)
     for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
         messages = [{"role": role, "content": f"{MARK}{i}"} for i, role in enumerate(roles)]
         with suppress(InputError, ValueError):  # of templates that refuse a system message or leave it out
             pieces = re.split(f"{MARK}.", render(tokenizer, messages, generate=True))
             marks |= dict(zip(map(str.strip, pieces), (*roles, "assistant"), strict=True))
-    # Some save the texts without the BOS.
-    marks |= {text.removeprefix(tokenizer.bos_token or ""): role for text, role in marks.items()}
+    # Some save the texts without the BOS, or without the system message that the template writes by itself.
+    marks |= {re.sub(rf"\A{special.pattern}\s*", "", text): role for text, role in marks.items()}
     return {text: role for text, role in marks.items() if text and not text.isalnum()}
 
 
@@ -368,9 +369,9 @@ def read_back(tokenizer: PreTrainedTokenizerBase, text: str) -> Messages | None:
     InputError for one that only begins as the template does."""
     marks = turn_marks(tokenizer, tokenizer.chat_template)
     pattern = "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)"
-    start, *rest = re.split(rf"\s*({pattern})\s*", text)
-    if start or not rest:
+    if not re.match(rf"\s*({pattern})", text):
         return None
+    _, *rest = re.split(rf"\s*({pattern})\s*", text)
     special, _ = spellings(tokenizer)
     *said, last = rest[1::2]
     ended = without_end(tokenizer, last)
@@ -381,8 +382,9 @@ def read_back(tokenizer: PreTrainedTokenizerBase, text: str) -> Messages | None:
         again = continued(render(tokenizer, messages[:-1], generate=True), last)
         messages = messages if last else messages[:-1]
     bos = tokenizer.bos_token or ""
-    same = again.removeprefix(bos).split() == text.removeprefix(bos).split()
-    if same and not any(special.search(message["content"]) for message in messages):
+    if " ".join(again.split()).endswith(" ".join(text.removeprefix(bos).split())) and not any(
+        special.search(message["content"]) for message in messages
+    ):
         return messages
     if special.search(rest[0]):
         raise InputError(

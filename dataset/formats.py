@@ -51,7 +51,6 @@ ROLE_NAMES = {  # in small letters
 TOOL_ROLES = ("tool", "function", "function_call", "observation")  # of a call of a tool or its result
 SPEAKS = re.compile("\n\n(Human|Assistant): ?")  # in transcripts (HH-RLHF)
 TURNS_AS_TEXT = re.compile(r'\s*\[\s*{\s*"(role|from|content|value)"')  # as tables keep conversations
-OPEN = re.compile(r"<think>\s*\Z")  # a thought that begins at the end of a text
 REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
 
 
@@ -117,7 +116,7 @@ def to_prompt(record: Record) -> tuple[Asked, Answer | None]:
     match record:
         case {"reward_model": {"ground_truth": truth}} if truth is not None and said in (None, "", []):
             accepted = truth if isinstance(truth, list) else [truth]
-    if all(turn["role"] == "system" for turn in to_messages(prompt)):
+    if not any(turn["content"].strip() for turn in to_messages(prompt) if turn["role"] != "system"):
         raise InputError("the prompt is only a system message; add what the user asks, or delete the line")
     texts = [without_solution(_as_text(text)) for text in accepted if text not in (None, "")]
     return prompt, texts[0] if len(texts) == 1 else texts or None
@@ -156,7 +155,7 @@ def to_pair(record: Record) -> tuple[list[Answered], float]:
         if isinstance(said, dict) and {"content", "value"} & said.keys():
             said = [said]  # a single turn, as in LLaMA-Factory's files
         asked, response = _answered(prompt, said, is_transcript(said))
-        if not asked or response is None:
+        if _is_empty(asked) or response is None:
             raise InputError(
                 f'"{which}" must be an answer to a prompt that is not empty: text beside a "prompt" '
                 "(--prompt_key), a transcript, or turns that end with the assistant's"
@@ -248,11 +247,11 @@ def _prompt_and_answer(record: Record) -> Parted:
             )
         answered = not record.keys().isdisjoint((*ANSWERS, "reward_model"))
         prompt, answer = _parted(record, asked, answered)
-        if isinstance(asked, str) and said is not None and asked == record.get("prompt"):
+        if isinstance(prompt, str) and said is not None and asked == record.get("prompt"):
             prompt, answer = asked, None  # it may end with the beginning of its answer
     if said is not None and not (answer and said == ""):  # an empty column beside whole conversations
         prompt, answer = _answered(prompt, said)
-    if not any(turn["content"].strip() for turn in to_messages(prompt)):
+    if _is_empty(prompt):
         raise InputError("the prompt is empty; fill it in or delete the line")
     return add_system(prompt, _system(record)), answer
 
@@ -288,6 +287,10 @@ def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
         system = asked[0]["content"] if asked[0]["role"] == "system" else ""
         return add_system(turns, system), answer
     return asked + turns, answer
+
+
+def _is_empty(prompt: Asked) -> bool:
+    return not any(turn["content"].strip() for turn in to_messages(prompt))
 
 
 def _number(name: str, value: Any) -> float:
@@ -384,11 +387,8 @@ def to_messages(prompt: Asked) -> Messages:
 
 
 def begun(prompt: Asked) -> str:
-    """What a prompt has of the answer already: its last turn, if the answer continues it, or the ``<think>``
-    at the end of a text."""
-    if isinstance(prompt, str):
-        return "".join(OPEN.findall(prompt))
-    last = prompt[-1]["content"] if prompt else ""
+    """What a prompt has of the answer already: the last turn, if the answer continues it, else ''."""
+    last = prompt and to_messages(prompt)[-1]["content"]
     return last if isinstance(last, Begun) else ""
 
 

@@ -2,13 +2,16 @@
 
 .jsonl             one JSON object per line
 .json              a list of objects, or lines as above
+.csv, .tsv         the first line names the columns; cells are text, empty ones are left out
 each of them .gz
-.parquet, .csv, a folder of data files, a hub name (user/name or user/name:split)
+.parquet, a folder of data files, a hub name (user/name or user/name:split)
                    read with the library ``datasets``, which is only needed for these
 """
 
 import contextlib
+import csv
 import gzip
+import io
 import json
 import os
 import re
@@ -23,20 +26,17 @@ from dataset.formats import Record
 from errors import InputError
 from model.loading import as_input_error, quiet
 
-TABLES = {  # how the library reads a file of its own: of the cells of a .csv all that are not empty are text
-    ".parquet": {},
-    ".csv": {"dtype": "str", "keep_default_na": False, "na_values": [""]},
-}
+TABLE = ".parquet"
 HUB_NAME = re.compile(
-    r"(?!.*\.(jsonl?|gz|parquet|csv|tsv|txt|xlsx)\Z)[\w-][\w.-]*/[\w.-]+(:.+)?"
+    r"(?!.*\.(jsonl?|gz|parquet|csv|tsv)\Z)[\w-][\w.-]*/[\w.-]+(:.+)?"
 )  # not that of a file
 BLANK = b"\xef\xbb\xbf \t\r\n"  # before the first record: Windows begins files with three bytes
 
 
 class LineRecords:
     """The records of a file of lines. Blank lines are skipped. Memory holds only the positions where lines
-    begin, eight bytes a line. The file stays open as long as they exist. Lists of JSON and .gz are made into
-    a temporary file of lines first."""
+    begin, eight bytes a line. The file stays open as long as they exist. Lists of JSON, .csv and .gz are made
+    into a temporary file of lines first."""
 
     left_out = ""
 
@@ -47,6 +47,8 @@ class LineRecords:
             file.seek(0)  # a pipe cannot do that
         if path.endswith(".gz"):
             file = _temporary(path, gzip.GzipFile(fileobj=file))
+        if table := re.search(r"\.([ct])sv(\.gz)?\Z", path):
+            file = _temporary(path, _rows(file, {"c": ",", "t": "\t"}[table[1]]))
         start = file.read(100).lstrip(BLANK)
         file.seek(0)
         if start.startswith(b"["):
@@ -91,19 +93,16 @@ class TableRecords:
         except ImportError:
             raise InputError(f"{path}: reading it needs a library: pip install 'datasets>=4'") from None
         self.path = path
-        kind = os.path.splitext(path)[1]
-        files = path if kind in TABLES else None
+        files = path if path.endswith(TABLE) else None
         name, _, split = path.partition(":")
         if os.path.lexists(path):  # its name may have a colon, as on Windows
-            name = kind[1:] if files else path
+            name = "parquet" if files else path
             split = ""
         said = f"{path}: the library datasets cannot read it"
         said += "; name one file of the folder" if os.path.isdir(path) else ""
         with quiet(), as_input_error(said):
             try:
-                self._table = datasets.load_dataset(
-                    name, split=split or "train", data_files=files, **(TABLES[kind] if files else {})
-                )
+                self._table = datasets.load_dataset(name, split=split or "train", data_files=files)
             except datasets.exceptions.DatasetGenerationError as error:  # that alone says nothing
                 raise error.__cause__ or error from None
             if os.path.isdir(path):
@@ -133,7 +132,7 @@ def open_records(path: str | Path) -> Records:
     """
     path = str(path)
     there = os.path.lexists(path)
-    is_table = path.endswith(tuple(TABLES)) or os.path.isdir(path) if there else HUB_NAME.fullmatch(path)
+    is_table = path.endswith(TABLE) or os.path.isdir(path) if there else HUB_NAME.fullmatch(path)
     records = TableRecords(path) if is_table else LineRecords(path)
     if not len(records):
         raise InputError(f"{path}: the file has no records; give it one JSON object a line")
@@ -150,6 +149,22 @@ def located(records: Records, i: int) -> Iterator[None]:
         raise InputError(f"{records.path}:{i + 1}: {error}") from error
 
 
+def _rows(file: IO[bytes], delimiter: str) -> Iterator[bytes]:
+    """A table of text -> its rows as lines of JSON. Raises InputError for a row of another length."""
+    csv.field_size_limit(2**31 - 1)
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    rows = filter(None, csv.reader(text, delimiter=delimiter, strict=True))
+    names = next(rows, [])
+    for cells in rows:
+        if len(cells) != len(names):
+            raise InputError(
+                f"a row has {len(cells)} cells, but {len(names)} columns are named: {cells}"[:200]
+            )
+        yield (
+            json.dumps({name: cell for name, cell in zip(names, cells, strict=True) if cell}).encode() + b"\n"
+        )
+
+
 def _temporary(path: str, lines: Iterable[bytes]) -> IO[bytes]:
     """A temporary file with these lines of the file ``path``. The system deletes it with the process."""
     with as_input_error(f"{path}: cannot be unpacked into {tempfile.gettempdir()} (TMPDIR names another)"):
@@ -161,7 +176,7 @@ def _temporary(path: str, lines: Iterable[bytes]) -> IO[bytes]:
 
 def parse_json(raw: bytes) -> Any:
     """Bytes of JSON text -> the value. Raises InputError."""
-    with as_input_error("not JSON in UTF-8; one object a line is needed, or a .csv or .parquet file"):
+    with as_input_error("not JSON in UTF-8; one object a line is needed, or a .csv, .tsv or .parquet file"):
         text = raw.decode("utf-8-sig")
         # NaN, which pandas writes for an empty cell, counts as null.
         value = json.loads(text, parse_constant=lambda name: None)

@@ -253,6 +253,10 @@ SIDE = "must be an answer to a prompt"
 BAD = [  # (reader, record, what is said[, keys])
     (to_prompt, {"instruction": "hi", "response": "5"}, 'no prompt .*keys found: "instruction", "response"'),
     (to_prompt, {"instruction": " ", "input": "", "output": "5"}, "prompt is empty"),
+    (to_prompt, {"prompt": " \n", "answer": "5"}, "prompt is empty"),
+    (to_demonstration, {"prompt": [user(" ")], "answer": "5"}, "prompt is empty"),
+    (to_prompt, {"messages": [S, A]}, "prompt is only a system message; add what the user asks"),
+    (to_prompt, {"messages": [S, user(" ")]}, "prompt is only a system message"),
     (to_prompt, {"text": 3}, "must be text or a list of"),
     (to_prompt, {"messages": ["hi"]}, NO_TEXT),
     (to_prompt, {"conversations": []}, "not empty"),
@@ -264,6 +268,7 @@ BAD = [  # (reader, record, what is said[, keys])
     (to_demonstration, {"messages": CALLS[:2]}, r"no answer to learn from \(a call of a tool is none\)"),
     (to_pair, {"prompt": "hi", "chosen": "5"}, 'no "rejected"; keys found: "prompt", "chosen".*--rejected_k'),
     (to_pair, {"prompt": "", "chosen": "5", "rejected": "6"}, f'"chosen" {SIDE}'),
+    (to_pair, {"prompt": " ", "chosen": "5", "rejected": "6"}, f'"chosen" {SIDE}'),
     (to_pair, {"chosen": SAID, "rejected": "6"}, f'"rejected" {SIDE}'),
     (to_pair, {"chosen": [A], "rejected": [A]}, f'"chosen" {SIDE}'),
     (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": 10**400}, '"margin" must be'),
