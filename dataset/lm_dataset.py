@@ -65,8 +65,7 @@ class RecordDataset(Dataset[Item], ABC):
     bad record among those read, or if all of these are too long. ``read``, ``dropped``: how many items were
     read at the start, and how many of these were too long; ``longest``: upper limit of an item's tokens;
     ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read;
-    ``tools``, ``rendered``, ``replaced``: whether one has tools, text that the chat template has written, an
-    answer in the place of the assistant's last turn."""
+    ``tools``, ``rendered``, ``replaced``: whether one has tools, a rendered text, an answer beside a turn."""
 
     path: str | Path
     tokenizer: PreTrainedTokenizerBase

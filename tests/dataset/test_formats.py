@@ -301,7 +301,9 @@ def test_every_example_record_of_the_docs_is_read_as_their_table_says():
     assert len(records) > 12
     for record in records:
         prompt, answer = to_prompt(record)
-        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        text = (
+            prompt if isinstance(prompt, str) else [m["content"] for m in prompt if m["role"] == "user"][-1]
+        )
         if "chosen" in record:
             assert to_pair(record)[0][0] == (prompt, answer) == to_demonstration(record)
         if "score" in record:
