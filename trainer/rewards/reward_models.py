@@ -199,8 +199,8 @@ class RemoteRewardModel(RewardModel):
     @torch.no_grad()
     def __call__(self, conversations: Conversations) -> Tensor:
         """N pairs -> scores [N], fp32 on the CPU. InputError if its code fails."""
-        whole = [whole_answer(*pair) for pair in conversations]
-        chats = [[*to_messages(asked), {"role": "assistant", "content": said}] for asked, said in whole]
+        whole = [whole_answer(to_messages(asked), said) for asked, said in conversations]
+        chats = [[*asked, {"role": "assistant", "content": said}] for asked, said in whole]
         scores = torch.empty(len(chats))
         name = "get_scores" if self.batched else "get_score"
         lengths = [1] * len(chats)
