@@ -153,7 +153,7 @@ def talk(speaker: Speaker, seed: int, interactive: bool) -> None:
     error or Ctrl-C ends only an answer."""
     for number in count():
         try:
-            prompt = input("> " if interactive else "").strip()
+            prompt = input("> " if interactive else "").removeprefix("\ufeff").strip()
             if prompt == "/exit":
                 return
             if not interactive:

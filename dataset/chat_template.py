@@ -13,6 +13,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
 from datetime import datetime
 from functools import cache
@@ -27,15 +28,20 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from dataset.formats import (
+    ANSWERS,
+    PROMPTS,
     THOUGHTS,
     Answered,
     Asked,
     Messages,
+    Record,
     Tools,
+    begun,
     in_words,
     is_transcript,
     to_messages,
     turn_of,
+    whole_answer,
 )
 from errors import InputError
 from model.loading import as_input_error
@@ -57,6 +63,7 @@ TEMPLATE_KWARGS = "chat_template_kwargs"  # their name in tokenizer_config.json
 SWITCHES = ("enable_thinking", "open_thinking")  # of thinking: Qwen3's, MiniMind-3's
 # Number of a record -> the template's arguments for its prompt: a share of them thinks, drawn by the seed
 Thinking = Callable[[int], dict[str, bool]]
+TEMPLATE_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")  # opened, or closed as well, in a prompt
 Ids = list[int]  # of tokens
 Turn = dict[str, Any]  # a message as the chat template gets it
 MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
@@ -295,12 +302,21 @@ def encode(
 def prompt_text(
     tokenizer: PreTrainedTokenizerBase, prompt: Asked, tools: Tools | None = None, **kwargs: Any
 ) -> str:
-    """The prompt as the text that the policy reads, marked: the chat template up to the assistant's turn.
-    tools: that it may call; kwargs: of the template."""
+    """The prompt as the text that the policy reads, marked: the chat template up to the assistant's turn, and
+    the beginning of that. tools: that it may call; kwargs: of the template."""
     asked = for_tokenizer(tokenizer, prompt)
     if isinstance(asked, str):
         return asked
-    return render(tokenizer, asked, generate=True, tools=mark_all(tokenizer, tools), **kwargs)
+    # Not the template's own text of a last turn: it may put a thought before it, or close one.
+    beginning = mark_special(tokenizer, begun(prompt))
+    asked = asked[:-1] if beginning else asked
+    text = render(tokenizer, asked, generate=True, tools=mark_all(tokenizer, tools), **kwargs)
+    return continued(text, beginning)
+
+
+def continued(text: str, beginning: str) -> str:
+    """A prompt and the beginning of its answer. A thought that the template opens is not opened twice."""
+    return (TEMPLATE_THOUGHT.sub("", text) if beginning.startswith("<think>") else text) + beginning
 
 
 def conversation_text(
@@ -308,6 +324,7 @@ def conversation_text(
 ) -> str:
     """The text that a reward model reads, marked: the chat template applied to prompt and response. Without a
     template: ``form`` with these two and {eos} in it; behind a transcript a space, and no newline."""
+    prompt, response = whole_answer(to_messages(prompt) if tokenizer.chat_template else prompt, response)
     asked = for_tokenizer(tokenizer, prompt)
     if not isinstance(asked, str):
         return render(tokenizer, [*asked, as_turn(tokenizer, "assistant", response)])
@@ -325,6 +342,16 @@ def learned_pieces(
     """A prompt and the answer to it -> [(text, is it learned?), …], marked; the last one is the answer with
     what ends it. prompt: None for a text that is all to be learned; tools: as in ``prompt_text``. Raises
     InputError for a template that does not put answers behind prompts, or not as they are."""
+    if prompt and tokenizer.chat_template and (beginning := begun(prompt)):
+        both = mark_special(tokenizer, beginning + answer).rstrip()
+        pieces = learned_pieces(tokenizer, to_messages(prompt)[:-1], beginning + answer, tools)
+        (context, _), (said, _) = pieces[-2:]
+        _, found, end = said.rpartition(both)
+        if not found:
+            raise InputError("the chat template changes the beginning of the answer; take it out")
+        context = continued(context, mark_special(tokenizer, beginning))
+        said = mark_special(tokenizer, answer).rstrip() + end
+        return [*pieces[:-2], (context, False), (said, turn_of(answer).get("weight") != 0)]
     eos = tokenizer.eos_token
     if eos is None:
         raise InputError(f"the tokenizer {tokenizer.name_or_path} has no EOS token to end answers with")
@@ -369,6 +396,7 @@ def pair_ids(
 ) -> tuple[list[Ids], list[Ids]]:
     """Pairs (prompt, response text) -> token ids and token types of ``tokenizer(prompt, response)``, as
     encoders without a chat template are trained on them."""
+    conversations = [whole_answer(*pair) for pair in conversations]
     asked = [str(for_tokenizer(tokenizer, prompt)) for prompt, _ in conversations]
     answers = [mark_special(tokenizer, response) for _, response in conversations]
     # What it makes of two texts: (number of the text, or None for a special token; token id; token type)
@@ -395,6 +423,77 @@ def conversation_ids(
     for each pair, all from one call of the tokenizer. form: as in ``conversation_text``."""
     texts = [conversation_text(tokenizer, *pair, form) for pair in conversations]
     return encode(tokenizer, texts, closing=True)
+
+
+# ---------------------------------------------------------------- texts that the template has written already
+#
+# People save what ``apply_chat_template`` returned. Such a text is read as the messages of which the template
+# makes it again.
+
+
+@cache
+def turn_marks(tokenizer: PreTrainedTokenizerBase, template: str) -> dict[str, str]:
+    """What the tokenizer's chat template writes before turns: {text: whose turn it is}."""
+    marks: dict[str, str] = {}
+    special, _ = spellings(tokenizer)
+    for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
+        messages = [{"role": role, "content": f"{MARK}{i}"} for i, role in enumerate(roles)]
+        with suppress(InputError, ValueError):  # of templates that refuse a system message or leave it out
+            pieces = re.split(f"{MARK}.", render(tokenizer, messages, generate=True))
+            marks |= dict(zip(map(str.strip, pieces), (*roles, "assistant"), strict=True))
+    # Some save the texts without the BOS, or without the system message that the template writes by itself.
+    marks |= {re.sub(rf"\A{special.pattern}\s*", "", text): role for text, role in marks.items()}
+    return {text: role for text, role in marks.items() if text and not text.isalnum()}
+
+
+def read_back(tokenizer: PreTrainedTokenizerBase, text: str) -> Messages | None:
+    """The messages of which the chat template makes this text, None for a text of another kind. Raises
+    InputError for one that only begins as the template does."""
+    marks = turn_marks(tokenizer, tokenizer.chat_template)
+    pattern = "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)"
+    if not re.match(rf"\s*({pattern})", text):
+        return None
+    _, *rest = re.split(rf"\s*({pattern})\s*", text)
+    special, _ = spellings(tokenizer)
+    *said, last = rest[1::2]
+    ended = without_end(tokenizer, last)
+    turns = zip(rest[::2], [*said, ended], strict=True)
+    messages = [{"role": marks[mark], "content": content} for mark, content in turns]
+    again = render(tokenizer, messages)
+    if ended == last and messages[-1]["role"] == "assistant":
+        again = continued(render(tokenizer, messages[:-1], generate=True), last)
+        messages = messages if last else messages[:-1]
+    bos = tokenizer.bos_token or ""
+    if " ".join(again.split()).endswith(" ".join(text.removeprefix(bos).split())) and not any(
+        special.search(message["content"]) for message in messages
+    ):
+        return messages
+    if special.search(rest[0]):
+        raise InputError(
+            f"the text begins with {rest[0]} as what the chat template writes, but the template would not "
+            "write it so; give the messages in its place"
+        )
+    return None
+
+
+def without_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text without a special token at its end."""
+    return re.sub(rf"{spellings(tokenizer)[0].pattern}\s*\Z", "", text)
+
+
+def unrendered(tokenizer: PreTrainedTokenizerBase, record: Record) -> Record:
+    """The record, with messages in the place of texts that the tokenizer's chat template has written."""
+    found = dict(record)
+    for name in (*PROMPTS, "text", "chosen", "rejected") if tokenizer.chat_template else ():
+        match record.get(name):
+            case str(text) | [{"content": str(text)}]:  # TinyZero's are in a turn of the user's
+                found[name] = read_back(tokenizer, text) or found[name]
+    if found == record:
+        return record
+    for name in (*ANSWERS, "chosen", "rejected"):
+        if isinstance(said := found.get(name), str):
+            found[name] = without_end(tokenizer, said)
+    return found
 
 
 # ---------------------------------------------------------------- the flags
@@ -491,7 +590,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         return
     with as_input_error(f"--prompt_template {template[:100]!r}: cannot be used"):
         if os.path.isfile(template):  # an editor has added a newline to its last line
-            text = Path(template).read_text("utf-8").removesuffix("\n")
+            text = Path(template).read_text("utf-8-sig").removesuffix("\n")
         else:
             text = template.replace("\\n", "\n").replace("\\t", "\t")
         before, hole, after = text.partition("{prompt}")  # where a user's turn goes

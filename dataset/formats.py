@@ -2,7 +2,8 @@
 
 A record is read by the first of these keys that it has, so a file may mix forms (examples: docs/data.md):
 
-    prompt     PROMPTS, or instruction and input beside an output, or text
+    prompt     PROMPTS, or instruction and input beside an output, or text; it may end with the beginning of
+               the answer (``_parted``)
     answer     ANSWERS, or the last turn of the prompt; to compare with also verl's reward_model.ground_truth
                or MiniMind's gt, and a list is several right answers
     tools      tools, functions, or tools in a turn
@@ -62,6 +63,10 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the names of a turn
 SPEAKS = re.compile("\n\n(Human|Assistant): ?")  # in transcripts (HH-RLHF)
 TURNS_AS_TEXT = re.compile(r'\s*\[\s*{\s*"(role|from|content|value)"')  # as tables keep conversations
 REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
+
+
+class Begun(str):
+    """What is said in a last turn that the answer continues (``begun``)."""
 
 
 class Said(str):
@@ -124,8 +129,14 @@ def to_prompt(record: Record) -> tuple[Asked, Answer | None]:
     prompt, answer = _prompt_and_answer(record)
     accepted = said if is_list and said else [answer]
     match record:
-        case {"reward_model": {"ground_truth": truth}} | {"gt": truth} if accepted == [None]:
+        case {"reward_model": {"ground_truth": truth}} | {"gt": truth} if truth is not None and said in (
+            None,
+            "",
+            [],
+        ):
             accepted = truth if isinstance(truth, list) else [truth]
+    if not any(turn["content"].strip() for turn in to_messages(prompt) if turn["role"] != "system"):
+        raise InputError("the prompt is only a system message; add what the user asks, or delete the line")
     texts = [without_solution(_as_text(text)) for text in accepted if text not in (None, "")]
     return prompt, texts[0] if len(texts) == 1 else texts or None
 
@@ -141,13 +152,17 @@ def to_demonstration(record: Record) -> tuple[Asked | None, str]:
     raise InputError(
         f"no answer to learn from (the result of a tool is none); {keys_found(record)}: end it with the "
         "assistant's turn, or name the answer with --answer_key"
+        + (
+            ' ("prompt" ends with the beginning of one: call it "messages" if it is all of it)'
+            * bool(begun(prompt))
+        )
     )
 
 
 def to_pair(record: Record) -> tuple[list[Answered], float]:
     """A record -> ([(prompt, chosen text), (prompt, rejected text)], margin). margin: how much better the
     chosen answer is, 0 if the record does not say. Raises InputError."""
-    prompt, _ = split(_asked(record) or "")
+    prompt, _ = _parted(record, _asked(record) or "", True)
     sides = []
     for which in ("chosen", "rejected"):
         said = record.get(which)
@@ -159,7 +174,7 @@ def to_pair(record: Record) -> tuple[list[Answered], float]:
         if isinstance(said, dict) and {"content", "value"} & said.keys():
             said = [said]  # a single turn, as in LLaMA-Factory's files
         asked, response = _answered(prompt, said, is_transcript(said))
-        if not asked or response is None:
+        if _is_empty(asked) or response is None:
             raise InputError(
                 f'"{which}" must be an answer to a prompt that is not empty: text beside a "prompt" '
                 "(--prompt_key), a transcript, or turns that end with the assistant's"
@@ -249,16 +264,27 @@ def _prompt_and_answer(record: Record) -> Parted:
                 f'no prompt (an "instruction" needs an "output" beside it); {keys_found(record)}: name the '
                 "prompt with --prompt_key and the answer, if any, with --answer_key, or rename them"
             )
-        prompt, answer = split(asked)
-        if isinstance(asked, str) and said is not None and asked == record.get("prompt"):
+        answered = not record.keys().isdisjoint((*ANSWERS, "reward_model", "gt"))
+        prompt, answer = _parted(record, asked, answered)
+        if isinstance(prompt, str) and said is not None and asked == record.get("prompt"):
             prompt, answer = asked, None  # it may end with the beginning of its answer
-        if (answer or "").strip() in PLACEHOLDERS:
-            answer = None
     if said is not None and not (answer and said == ""):  # an empty column beside whole conversations
         prompt, answer = _answered(prompt, said)
-    if not prompt:
+    if _is_empty(prompt):
         raise InputError("the prompt is empty; fill it in or delete the line")
     return add_system(prompt, _system(record)), answer
+
+
+def _parted(record: Record, asked: Any, answered: bool) -> Parted:
+    """What a record asks -> (prompt, the answer at its end, if there is one). The assistant's turn at the end
+    of "prompt" is no answer but the beginning of one, and so is an open thought beside an answer."""
+    prompt, said = split(asked)
+    if said is None or said.strip() in PLACEHOLDERS:
+        return prompt, None
+    is_open = said.rfind("<think>") > said.rfind("</think>")
+    if isinstance(prompt, str) or not (asked == record.get("prompt") or (answered and is_open)):
+        return prompt, said
+    return [*prompt, {"role": "assistant", "content": Begun(said)}], None
 
 
 def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
@@ -270,6 +296,9 @@ def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
     if not prompt or isinstance(turns, str):
         return turns, answer
     asked = to_messages(prompt)
+    beginning = begun(asked)
+    if beginning and turns == asked[:-1] and answer and answer.startswith(beginning):  # it is repeated
+        return prompt, answer[len(beginning) :]
     if turns[: len(asked)] == asked:
         return turns, answer
     speakers = [turn["role"] for turn in turns if turn["role"] != "system"]
@@ -277,6 +306,10 @@ def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
         system = asked[0]["content"] if asked[0]["role"] == "system" else ""
         return add_system(turns, system), answer
     return asked + turns, answer
+
+
+def _is_empty(prompt: Asked) -> bool:
+    return not any(turn["content"].strip() for turn in to_messages(prompt))
 
 
 def _number(name: str, value: Any) -> float:
@@ -384,6 +417,15 @@ def _as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+def replaces_turn(record: Record) -> bool:
+    """Does an answer beside a conversation take the place of the assistant's turn at its end?"""
+    turns = _first(record, ("messages", "conversations"))
+    said = _first(record, ANSWERS)
+    if not _is_turns(turns) or not isinstance(said, str | int | float) or said == "" or is_pair(record):
+        return False
+    return _parted(record, turns, True)[1] is not None
+
+
 def is_transcript(prompt: Asked) -> bool:
     """Is it a text that begins with "Human:", to be answered by an "Assistant:"?"""
     return isinstance(prompt, str) and prompt.lstrip().startswith("Human:") and REPLY in prompt
@@ -405,7 +447,22 @@ def to_messages(prompt: Asked) -> Messages:
         {"role": ROLE_NAMES[speaker.lower()], "content": "\n\n".join(text for _, text in said)}
         for speaker, said in groupby(turns, lambda turn: turn[0])
     ]
-    return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
+    last = messages[-1]
+    if last["role"] == "assistant":
+        messages[-1:] = [last | {"content": Begun(last["content"])}] if last["content"] else []
+    return messages
+
+
+def begun(prompt: Asked) -> str:
+    """What a prompt has of the answer already: the last turn, if the answer continues it, else ''."""
+    last = prompt and to_messages(prompt)[-1]["content"]
+    return last if isinstance(last, Begun) else ""
+
+
+def whole_answer(prompt: Asked, response: str) -> Answered:
+    """A prompt and what was sampled -> (the prompt without the beginning of the answer, the answer)."""
+    beginning = "" if isinstance(prompt, str) else begun(prompt)
+    return (prompt[:-1], beginning + response) if beginning else (prompt, response)
 
 
 def add_system(prompt: Asked, system_prompt: str) -> Asked:

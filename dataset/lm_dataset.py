@@ -32,6 +32,7 @@ from dataset.chat_template import (
     prompt_text,
     spellings,
     unmark,
+    unrendered,
 )
 from dataset.formats import (
     BY_FORM,
@@ -42,6 +43,7 @@ from dataset.formats import (
     add_system,
     is_pair,
     named,
+    replaces_turn,
     to_demonstration,
     to_messages,
     to_pair,
@@ -66,7 +68,9 @@ class RecordDataset(Dataset[Item], ABC):
     """The base of all datasets here: items by number, made from records. Raises InputError for a bad file, a
     bad record among those read, or if all of these are too long. ``read``, ``dropped``: how many items were
     read at the start, and how many of these were too long; ``longest``: upper limit of an item's tokens;
-    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read."""
+    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read;
+    ``has_tools``, ``rendered``, ``replaced``: whether one has tools or turns of tools, a text that the chat
+    template has written, an answer beside the turn at the end of a conversation."""
 
     path: str | Path
     tokenizer: PreTrainedTokenizerBase
@@ -81,7 +85,9 @@ class RecordDataset(Dataset[Item], ABC):
     def __post_init__(self) -> None:
         self.records = open_records(self.path)
         self.columns: dict[str, None] = {}
-        self.has_tools = False  # whether a record has some, or turns of tools
+        self.has_tools = False
+        self.rendered = False
+        self.replaced = False
         with located(self.records, 0):
             first = named(self.records[0], self.keys)
         self.pairs = is_pair(first) or "score" not in first  # and not rated answers
@@ -130,6 +136,14 @@ class RecordDataset(Dataset[Item], ABC):
             self.columns |= dict.fromkeys(record)
             return self.item(i, record)
 
+    def fields(self, record: Record) -> Record:
+        """A record as the functions of formats.py read it."""
+        found = named(record, self.keys)
+        read = unrendered(self.tokenizer, found)
+        self.rendered |= read is not found
+        self.replaced |= replaces_turn(read)
+        return read
+
     def tools(self, record: Record, prompt: Asked) -> Tools:
         """The tools of a record. Raises InputError."""
         found = tools_of(record, prompt)
@@ -143,6 +157,13 @@ class RecordDataset(Dataset[Item], ABC):
             shown = self.shows_tools and is_read(self.tokenizer, "tools")
             lists = "shown as the chat template writes them" if shown else "left out"
             notes.append(f"no tool is run; lists of tools are {lists}")
+        if self.rendered:
+            notes.append("texts that the chat template has written already are read as messages")
+        if self.replaced:
+            notes.append(
+                "the last turn of a conversation is left out where an answer is beside it; one that the "
+                'answer continues belongs into "prompt"'
+            )
         if self.records.left_out:
             notes.append(f"by name or kind not of its split train and not read: {self.records.left_out}")
         return notes
@@ -246,7 +267,7 @@ class RLAIFDataset(RecordDataset[Prompt]):
             self.formulas += comparable(item.answer) and is_formula(item.answer)
 
     def item(self, i: int, record: Record) -> Prompt:
-        prompt, answer = to_prompt(named(record, self.keys))
+        prompt, answer = to_prompt(self.fields(record))
         prompt = add_system(prompt, self.system_prompt)
         tools = self.tools(record, prompt)
         switches = self.thinking(i) if self.thinking else {}
@@ -287,7 +308,7 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
 
     def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
         tokenizer = self.tokenizer
-        prompt, answer = to_demonstration(named(record, self.keys))
+        prompt, answer = to_demonstration(self.fields(record))
         prompt = prompt and add_system(prompt, self.system_prompt)
         pieces = learned_pieces(tokenizer, prompt, answer, self.tools(record, prompt or ""))
         if prompt and tokenizer.chat_template and self.ends is None:
@@ -352,7 +373,7 @@ class PreferenceDataset(RecordDataset[Judged]):
     shows_tools = False
 
     def item(self, i: int, record: Record) -> Judged:
-        record = named(record, self.keys)
+        record = self.fields(record)
         sides, given = to_pair(record) if self.pairs else to_rated(record)
         whole = [(add_system(prompt, self.system_prompt), response) for prompt, response in sides]
         self.tools(record, whole[0][0])
@@ -390,7 +411,7 @@ class LoggedRecords(RecordDataset[Item]):
 
     def answer(self, i: int, record: Record, side: int) -> LoggedAnswer:
         """Item ``i``, an answer of a record. side: of a pair, 0 for the chosen one, 1 for the other."""
-        found = named(record, self.keys)
+        found = self.fields(record)
         sides, score = to_pair(found) if self.pairs else to_rated(found)
         if self.pairs:
             score = (CHOSEN, REJECTED)[side]

@@ -2,13 +2,16 @@
 
 .jsonl             one JSON object per line
 .json              a list of objects, or lines as above
+.csv, .tsv         the first line names the columns; cells are text, empty ones are left out
 each of them .gz
 .parquet, a folder of data files, a hub name (user/name or user/name:split)
                    read with the library ``datasets``, which is only needed for these
 """
 
 import contextlib
+import csv
 import gzip
+import io
 import json
 import os
 import re
@@ -24,14 +27,16 @@ from errors import InputError
 from model.loading import as_input_error, quiet
 
 TABLE = ".parquet"
-HUB_NAME = re.compile(r"(?!.*\.(jsonl?|gz|parquet)\Z)[\w-][\w.-]*/[\w.-]+(:.+)?")  # not that of a file
+HUB_NAME = re.compile(
+    r"(?!.*\.(jsonl?|gz|parquet|csv|tsv)\Z)[\w-][\w.-]*/[\w.-]+(:.+)?"
+)  # not that of a file
 BLANK = b"\xef\xbb\xbf \t\r\n"  # before the first record: Windows begins files with three bytes
 
 
 class LineRecords:
     """The records of a file of lines. Blank lines are skipped. Memory holds only the positions where lines
-    begin, eight bytes a line. The file stays open as long as they exist. Lists of JSON and .gz are made into
-    a temporary file of lines first."""
+    begin, eight bytes a line. The file stays open as long as they exist. Lists of JSON, .csv and .gz are made
+    into a temporary file of lines first."""
 
     left_out = ""
 
@@ -42,6 +47,8 @@ class LineRecords:
             file.seek(0)  # a pipe cannot do that
         if path.endswith(".gz"):
             file = _temporary(path, gzip.GzipFile(fileobj=file))
+        if table := re.search(r"\.([ct])sv(\.gz)?\Z", path):
+            file = _temporary(path, _rows(file, {"c": ",", "t": "\t"}[table[1]]))
         start = file.read(100).lstrip(BLANK)
         file.seek(0)
         if start.startswith(b"["):
@@ -142,6 +149,22 @@ def located(records: Records, i: int) -> Iterator[None]:
         raise InputError(f"{records.path}:{i + 1}: {error}") from error
 
 
+def _rows(file: IO[bytes], delimiter: str) -> Iterator[bytes]:
+    """A table of text -> its rows as lines of JSON. Raises InputError for a row of another length."""
+    csv.field_size_limit(2**31 - 1)
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    rows = filter(None, csv.reader(text, delimiter=delimiter, strict=True))
+    names = next(rows, [])
+    for cells in rows:
+        if len(cells) != len(names):
+            raise InputError(
+                f"a row has {len(cells)} cells, but {len(names)} columns are named: {cells}"[:200]
+            )
+        yield (
+            json.dumps({name: cell for name, cell in zip(names, cells, strict=True) if cell}).encode() + b"\n"
+        )
+
+
 def _temporary(path: str, lines: Iterable[bytes]) -> IO[bytes]:
     """A temporary file with these lines of the file ``path``. The system deletes it with the process."""
     with as_input_error(f"{path}: cannot be unpacked into {tempfile.gettempdir()} (TMPDIR names another)"):
@@ -153,7 +176,7 @@ def _temporary(path: str, lines: Iterable[bytes]) -> IO[bytes]:
 
 def parse_json(raw: bytes) -> Any:
     """Bytes of JSON text -> the value. Raises InputError."""
-    with as_input_error("not JSON in UTF-8; one object a line is needed"):
+    with as_input_error("not JSON in UTF-8; one object a line is needed, or a .csv, .tsv or .parquet file"):
         text = raw.decode("utf-8-sig")
         # NaN, which pandas writes for an empty cell, counts as null.
         value = json.loads(text, parse_constant=lambda name: None)

@@ -78,6 +78,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         tokenizer._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if isinstance(tokenizer.chat_template, str):  # Windows begins files with a byte order mark
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     return tokenizer
 
 

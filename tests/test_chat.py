@@ -139,7 +139,7 @@ def test_prompts_from_a_pipe_are_answered_each_on_its_own(out):
     path = out / "ppo_actor_32.pth"
     process = start("--model", path, "--max_gen_len", 4)
     long = ("w3 " * 300).strip()
-    answers, noise = process.communicate(f"w1 w2\n\nw4\n{long}\nw5\n", timeout=600)
+    answers, noise = process.communicate(f"\ufeffw1 w2\n\nw4\n{long}\nw5\n", timeout=600)
     assert process.returncode == 2  # one prompt was too long, and the last one
     assert noise.splitlines()[-1].startswith("error: prompt and conversation have ")
     one, two = (trainers_answer(path, [user(prompt)], 4) for prompt in ("w1 w2", "w4"))

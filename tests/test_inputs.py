@@ -1,5 +1,7 @@
 """What is chosen where no flag says it: rates, sizes that follow each other, warm-up, .pth."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.inputs import DEMO, LORA_FACTOR, SUITED, choose_rates, choose_warmup, suited_rate
 from trainer.run import PpoRun
+from trainer.runs.base import Run
 from trainer.runs.distributed import World
 
 
@@ -160,6 +163,17 @@ def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(given, steps, war
     refused(
         f"--lr_warmup_steps .*: the actor trains in only {steps - warmup} steps", choose_warmup, args, steps
     )
+
+
+def test_records_that_a_batch_takes_several_times_are_said():
+    args = completed(batch_size=8, num_generations=2)
+    assert [steps_of(args, n, processes=2) for n in (8, 7)] == [1, 1]
+    for prompts, says in (
+        (8, ""),
+        (7, "note     a batch takes 8 records of 7: some are in it several times"),
+    ):
+        run = SimpleNamespace(batch_records=8, data=range(prompts))
+        assert Run.repeats_note(run) == says
 
 
 def test_steps_are_of_all_processes_and_epochs():

@@ -10,6 +10,7 @@ import pytest
 import same_runs
 import tiny
 import torch
+from test_invariants import make_run
 
 import chat
 import export
@@ -18,6 +19,7 @@ from dataset.lm_dataset import LoggedAnswers, RLAIFDataset, SFTDataset
 from errors import InputError
 from model.loading import load_tokenizer
 from trainer import train_ppo, train_reward, train_sft
+from trainer.evaluation import evaluate_actor
 from trainer.generation.engine import Sampler
 from trainer.inputs import choose_reasoning, load_trained_tokenizer, read_texts
 from trainer.rewards.combine import Judge, Reward
@@ -320,3 +322,17 @@ def test_the_stages_before_keep_them_too(thinkers, tmp_path, main, sides, capsys
     assert f"\ntemplate with {kwargs}" in capsys.readouterr().out
     kept = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("tokenizer_config.json")]
     assert kept[0]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_a_run_goes_on_behind_the_beginning_of_the_answers(tmp_path):
+    """It is sampled from there, shown as part of the prompt, and belongs to the answer."""
+    files = tiny.run_files(tmp_path)
+    turns = [tiny.user("a b"), tiny.assistant("c d")]
+    data = tiny.write_jsonl(tmp_path / "begun.jsonl", [{"prompt": turns, "answer": "c d e"}] * 3)
+    run, _ = make_run(files, data_path=data, eval_data_path=data)
+    assert run.data[0].text == "user a b </s> assistant c d"
+    with mock.patch("trainer.collect.response_texts", lambda rollout, *_: [" e"] * len(rollout.tokens)):
+        found, shown = evaluate_actor(run)
+    assert (found["eval/accuracy"], found["eval/accuracy_greedy"]) == (1, 1)
+    row = shown["eval_samples.jsonl"][0]
+    assert (row["prompt"], row["response"]) == (turns, " e")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from dataset.answers import comparable
+from dataset.formats import begun
 from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
 from progress_bar import phase
 from trainer.compute.batch import Batch, RawScores
@@ -85,9 +86,7 @@ class Evaluation:
                 ):
                     asked = [prompt for prompt in prompts for _ in range(count)]
                     batch = self.answer(asked, temperature, count)
-                    if (
-                        not places
-                    ):  # only other processes have prompts left; sharded models need all processes
+                    if not places:  # only others have prompts left; sharded models need all processes
                         continue
                     answers = answer_rows(batch)[::count]  # the first one to each
                     for place, prompt, row in zip(places, prompts, answers, strict=True):
@@ -97,7 +96,7 @@ class Evaluation:
                             mine[place] = {"place": place, "answer": prompt.answer} | row
                     if held_out.has_accuracy:
                         right = [
-                            is_correct(text, prompt.answer, args.reasoning)
+                            is_correct(text, prompt.answer, args.reasoning, begun(prompt.prompt))
                             for prompt, text in zip(asked, batch.texts, strict=True)
                             if prompt.answer is not None and comparable(prompt.answer)
                         ]

@@ -161,7 +161,8 @@ class FlagParser(argparse.ArgumentParser):
     def parse_args(self, argv: Sequence[str] | None = None) -> Flags:  # type: ignore[override] # no namespace
         """-> the flags, each in its range and all of them together as declared. Raises InputError that names
         the first that is not. ``--help`` shows the common flags, ``--help all`` all of them, and exits."""
-        words = list(sys.argv[1:] if argv is None else argv)
+        # Without the byte order mark of "$(cat file)".
+        words = [word.replace("\ufeff", "") for word in (sys.argv[1:] if argv is None else argv)]
         given = {word.partition("=")[0] for word in words}
         if given & {"-h", "--help"}:
             for action in self._actions:

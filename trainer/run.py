@@ -400,7 +400,7 @@ class PpoRun(Run):
             lines.append(
                 f"warm-up  at first only the critic trains: --critic_warmup_steps {args.critic_warmup_steps}"
             )
-        return "\n".join(filter(None, [*lines, *self.notes]))
+        return "\n".join(filter(None, [*lines, self.repeats_note(), *self.notes]))
 
     def facts(self) -> dict[str, Any]:
         """What the health rules read of a run's start, as JSON has it."""

@@ -187,7 +187,7 @@ class SupervisedRun(Run):
         if self.held_out:
             lines.append(f"held out {self.held_out.describe()}")
         lines += describe_texts(args, (self.data, self.held_out))
-        return "\n".join(filter(None, [*lines, self.note]))
+        return "\n".join(filter(None, [*lines, self.repeats_note(), self.note]))
 
     @torch.no_grad()
     def evaluate(self) -> StepLog:

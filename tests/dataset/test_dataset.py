@@ -19,6 +19,7 @@ from dataset.chat_template import (
 from dataset.data_order import epoch_order, global_batch, local_positions, minibatch_rows
 from dataset.formats import Keys
 from dataset.lm_dataset import LoggedAnswers, LoggedPairs, PreferenceDataset, RLAIFDataset, SFTDataset
+from model.loading import load_tokenizer
 from trainer import train_reward, train_sft
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
@@ -222,6 +223,19 @@ def test_the_system_text_that_a_template_writes_by_itself_is_said(chat, plain, j
     for given, line in (("", "system   the chat template's own: You are a model. ("), ("S", "system   S")):
         (said,) = describe_texts(Namespace(system_prompt=given, chat_template_kwargs=None), [None, data])
         assert said.startswith(line)
+
+
+def test_no_text_has_the_byte_order_mark_of_its_file(plain, chat, tmp_path):
+    (tmp_path / "t.txt").write_text("Q: {prompt} A:\n", "utf-8-sig")
+    set_template(plain, str(tmp_path / "t.txt"))
+    assert prompt_text(plain, "hi") == "Q: hi A:"
+    chat.save_pretrained(tmp_path / "chat")
+    file = tmp_path / "chat" / "chat_template.jinja"
+    file.write_text(chat.chat_template, "utf-8-sig")
+    assert load_tokenizer(tmp_path / "chat").chat_template == chat.chat_template
+    # As the shell gives it: --system_prompt "$(cat system.txt)"
+    args = train_sft.parse_args(["--system_prompt", "\ufeffBe short.", "--data_path=\ufeffx"])
+    assert (args.system_prompt, args.data_path) == ("Be short.", "x")
 
 
 def test_a_text_as_template(plain, jsonl, tmp_path):

@@ -255,6 +255,10 @@ SIDE = "must be an answer to a prompt"
 BAD = [  # (reader, record, what is said[, keys])
     (to_prompt, {"instruction": "hi", "response": "5"}, 'no prompt .*keys found: "instruction", "response"'),
     (to_prompt, {"instruction": " ", "input": "", "output": "5"}, "prompt is empty"),
+    (to_prompt, {"prompt": " \n", "answer": "5"}, "prompt is empty"),
+    (to_demonstration, {"prompt": [user(" ")], "answer": "5"}, "prompt is empty"),
+    (to_prompt, {"messages": [S, A]}, "prompt is only a system message; add what the user asks"),
+    (to_prompt, {"messages": [S, user(" ")]}, "prompt is only a system message"),
     (to_prompt, {"text": 3}, "must be text or a list of"),
     (to_prompt, {"messages": ["hi"]}, NO_TEXT),
     (to_prompt, {"conversations": []}, "not empty"),
@@ -265,6 +269,7 @@ BAD = [  # (reader, record, what is said[, keys])
     (to_demonstration, {"messages": CALLS[:3]}, r"no answer to learn from \(the result of a tool is none\)"),
     (to_pair, {"prompt": "hi", "chosen": "5"}, 'no "rejected"; keys found: "prompt", "chosen".*--rejected_k'),
     (to_pair, {"prompt": "", "chosen": "5", "rejected": "6"}, f'"chosen" {SIDE}'),
+    (to_pair, {"prompt": " ", "chosen": "5", "rejected": "6"}, f'"chosen" {SIDE}'),
     (to_pair, {"chosen": SAID, "rejected": "6"}, f'"rejected" {SIDE}'),
     (to_pair, {"chosen": [A], "rejected": [A]}, f'"chosen" {SIDE}'),
     (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": 10**400}, '"margin" must be'),
@@ -297,7 +302,9 @@ def test_every_example_record_of_the_docs_is_read_as_their_table_says():
     assert len(records) > 12
     for record in records:
         prompt, answer = to_prompt(record)
-        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        text = (
+            prompt if isinstance(prompt, str) else [m["content"] for m in prompt if m["role"] == "user"][-1]
+        )
         if "chosen" in record:
             assert to_pair(record)[0][0] == (prompt, answer) == to_demonstration(record)
         if "score" in record:

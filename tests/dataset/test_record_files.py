@@ -51,6 +51,16 @@ def test_files(tmp_path, name, content):
     assert found == RECORDS
 
 
+@pytest.mark.parametrize(("name", "comma"), [("a.csv", ","), ("a.tsv", "\t"), ("a.csv.gz", ",")])
+def test_tables_of_text(tmp_path, name, comma):
+    """As Excel writes them; cells are text, and empty ones are left out."""
+    rows = ["prompt,answer,score", "hi,007,", '"a\nb,""c""",None,1.50', ""]
+    content = "\r\n".join(rows).replace(",", comma).encode("utf-8-sig")
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    cells = {"prompt": f'a\nb{comma}"c"', "answer": "None", "score": "1.50"}
+    assert read(tmp_path / name) == [{"prompt": "hi", "answer": "007"}, cells]
+
+
 def test_tables_and_hub_names(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     empty = {"answer": None, "score": float("nan")}
@@ -95,6 +105,10 @@ BAD_FILES = [
     ("a.jsonl", LINES + b"[1]\n", r"a\.jsonl:4: not a JSON object"),
     ("a.jsonl", b"\n\n" + LINES + b"{", r"a\.jsonl:4: not JSON"),
     ("a.jsonl", LINES + b'{"prompt": "\xe9"}', r"a\.jsonl:4: not JSON in UTF-8"),
+    ("a.xlsx", b"PK\x03\x04", r"a\.xlsx:1: not JSON .* or a \.csv, \.tsv or \.parquet file"),
+    ("a.csv", b"prompt,answer\nhi,there,5\n", r"a\.csv: .*a row has 3 cells, but 2 columns are named"),
+    ("a.csv", b"prompt\n\xff\xfe", r"a\.csv: .*UnicodeDecodeError"),
+    ("a.csv", b"", "no records"),
     ("a.json", b'[{"prompt": "hi"}, 5]', r"a\.json:2: not a JSON object"),
     ("a.json", b'[{"prompt": "hi"}', r"a\.json: not JSON"),
     ("a.json", b"[]", "no records"),

@@ -178,6 +178,11 @@ def test_it_scores_as_built_by_hand_and_in_batches(tmp_path, no_lucky_memory, ca
     assert buffers == {"rotary.inv_freq", "rotary.cos_cached", "rotary.sin_cached"}
     assert model(PAIRS[:1]).allclose(expected[:1], atol=1e-5)  # get_scores returns a number, not a list
     assert len(model([])) == 0
+    read = []
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.model), "get_scores", lambda self, _, chats: read.extend(chats) or [0.0])
+        model([("\n\nHuman: hi\n\nAssistant: So", " it is")])  # the answer continues the transcript
+    assert read == [[user("hi"), assistant("So it is")]]
     assert capsys.readouterr().err == ""
 
     def sizes_of_batches():

@@ -27,7 +27,7 @@ from tiny import (
     write_jsonl,
 )
 
-from dataset.formats import Keys
+from dataset.formats import Begun, Keys
 from dataset.lm_dataset import RLAIFDataset
 from trainer import train_ppo
 from trainer.rewards import reward_function, rules
@@ -334,6 +334,19 @@ def test_trls_functions_are_called_by_name():
         assert scored(function) == score
     assert reward_function.fields_read(lambda completions, level, **k: 0, ["level", "x"]) == ["level", "x"]
     assert reward_function.fields_read(lambda completions, level: 0, ["level", "prompts"]) == ["level"]
+
+
+def test_trls_completions_have_the_beginning_that_the_prompt_has():
+    turns = [user("p"), assistant(Begun("So: "))]
+    given = [([user("p")], [assistant("So: r")]), ("q", "s")]
+    assert scored(
+        lambda prompts, completions, **k: [*zip(prompts, completions, strict=True)] == given and [1, 2],
+        as_request([turns, "q"]),
+    ) == [1, 2]
+    assert scored(
+        lambda prompts, responses, answers: [prompts[0] == turns, responses == ["r", "s"]],
+        as_request([turns, "q"]),
+    ) == [1, 1]
 
 
 def test_verls_functions_are_called_once_a_response_with_the_truth_of_its_record():

@@ -14,6 +14,7 @@ from test_invariants import make_run
 from tokenizers.processors import TemplateProcessing
 
 from dataset.chat_template import conversation_text
+from dataset.formats import Begun
 from model.critic import CriticModel
 from model.loading import load_policy, load_tokenizer
 from model.weights import HalfEmbedding, HalfLinear, ScoreHead, weights_hash
@@ -31,6 +32,7 @@ from trainer.rewards.combine import (
 )
 from trainer.rewards.reward_function import Request
 from trainer.rewards.reward_models import conversation_ids, load_reward_model, models_hash, parse_spec
+from trainer.rewards.rules import after_thinking
 from trainer.run import critic_start
 from trainer.runs.distributed import World
 
@@ -95,6 +97,36 @@ SUMS = [  # (the reward's fields, responses to p, q, r, {part: scores}, what els
         | {"score": [2.6, -0.5], "score_raw": [1.5 + 0.5 * (0.4 * 6 + 0.6 * 8), 2]},
     ),
 ]
+
+
+def test_the_beginning_in_the_prompt_belongs_to_the_answer():
+    """To its format and thought; a reward model reads what is said, behind the beginning or the thought."""
+    question = [tiny.user("q")]
+    begun = [*question, tiny.assistant(Begun("Well: <think>\n1 "))]
+    sure = [*question, tiny.assistant(Begun("Sure: "))]
+    rest = GOOD.removeprefix("<think>\n1 ")
+    asked = []
+
+    def model(conversations):
+        asked.extend(conversations)
+        return torch.zeros(len(conversations))
+
+    prompts, responses = [begun, begun, sure], [rest, "no end", "5"]
+    models = {"model": (model, 1.0)}
+    found = Reward(models, thinking_reward=1.0)(
+        tiny.request_of(prompts, responses, texts=["Well: <think>\n1 "] * 3)
+    )
+    assert asked == [(question, after_thinking(GOOD)), (question, ""), (question, "Sure: 5")]
+    assert found["thinking"].tolist() == [-0.25, 0, 0]
+    asked.clear()
+    found = Reward(models, reasoning=True)(tiny.request_of(prompts, responses))
+    assert (found["format"].tolist(), found["marks"].tolist()) == ([0.5, 0, 0], [1, 0.25, 0])
+    assert asked[:3] == [
+        (question, "Well: " + GOOD),
+        (question, "Well: <think>\n1 no end"),
+        (question, "Sure: 5"),
+    ]
+    assert asked[3:] == [(question, "2")]
 
 
 @pytest.mark.parametrize("case", SUMS)

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dataset.formats import begun, whole_answer
 from dataset.lm_dataset import Prompt
 from errors import InputError
 from trainer.compute.batch import Parts, RawScores
@@ -143,18 +144,20 @@ class Reward:
         gives a score that is NaN or infinite."""
         texts = request.responses
         said = texts if self.whole or self.reasoning else [rules.after_thinking(text) for text in texts]
+        beginnings = [begun(prompt.prompt) for prompt in request.prompts]
         raw = RawScores()
         parts: dict[str, Tensor | list[float]] = {}
         if self.reasoning:  # 0.5 for the whole form; 0.25 for each of the four tags that is there once
-            parts["format"] = [rules.format_reward(text) for text in texts]
-            parts["marks"] = [rules.mark_reward(text) for text in texts]
+            whole = [rules.from_thought(x) + text for x, text in zip(beginnings, texts, strict=True)]
+            parts["format"] = [rules.format_reward(text) for text in whole]
+            parts["marks"] = [rules.mark_reward(text) for text in whole]
         if self.thinking_reward:
             parts["thinking"] = [
-                rules.thinking_reward(prompt.text, text, self.thinking_reward)
-                for prompt, text in zip(request.prompts, texts, strict=True)
+                rules.thinking_reward(prompt.text, text, self.thinking_reward, beginning)
+                for prompt, text, beginning in zip(request.prompts, texts, beginnings, strict=True)
             ]
         if self.models:
-            parts |= self._ask_models(request, said, raw)
+            parts |= self._ask_models(request, raw)
         for name, (function, weight) in self.functions.items():
             with named_in_errors(name):
                 scores, steps = call_reward_function(function, request, self.reward_timeout)
@@ -184,11 +187,14 @@ class Reward:
         raw.parts = {name: torch.as_tensor(scores, dtype=torch.float32) for name, scores in parts.items()}
         return raw
 
-    def _ask_models(self, request, said, raw):
-        """Score every whole response, and every answer block alone, in one call of each reward model."""
-        asked = [(prompt.prompt, text) for prompt, text in zip(request.prompts, said, strict=True)]
-        if self.merge_history:
-            asked = [(merged_history(prompt), text) for prompt, text in asked]
+    def _ask_models(self, request, raw):
+        """Score every whole answer, and every answer block alone, in one call of each reward model."""
+        asked = []
+        for prompt, response in zip(request.prompts, request.responses, strict=True):
+            question, answer = whole_answer(prompt.prompt, response)
+            if not (self.whole or self.reasoning):
+                answer = rules.after_thinking(response, begun(prompt.prompt))
+            asked.append((merged_history(question) if self.merge_history else question, answer))
         count = len(asked)
         rows = []  # of the responses with an answer block
         for row, (prompt, text) in enumerate(asked[:]):

@@ -30,7 +30,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from dataset.formats import keys_found
+from dataset.formats import keys_found, whole_answer
 from dataset.lm_dataset import Prompt, RecordDataset, RLAIFDataset
 from errors import InputError
 from model.weights import short_hash
@@ -358,11 +358,15 @@ def trl_row(request: Request) -> dict[str, object]:
     def log_extra(column: str, values: list) -> None:
         """TRL's table of completions has these; samples.jsonl has not."""
 
-    completions = [
-        [{"role": "assistant", "content": text}] if isinstance(prompt.prompt, list) else text
+    whole = [
+        whole_answer(prompt.prompt, text)
         for prompt, text in zip(request.prompts, request.responses, strict=True)
     ]
-    prompts = [prompt.prompt for prompt in request.prompts]
+    prompts = [prompt for prompt, _ in whole]
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in whole
+    ]
     answers = [prompt.record.get("answers", prompt.answer) for prompt in request.prompts]
     state = request.of_run.get("trainer_state")
     values = (prompts, completions, request.ids, answers, state, log_metric, log_extra)

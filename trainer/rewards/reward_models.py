@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from dataset.chat_template import PLAIN, around, conversation_ids, pair_ids
-from dataset.formats import Answered, Asked, to_messages
+from dataset.formats import Answered, Asked, to_messages, whole_answer
 from errors import InputError
 from model.loading import (
     as_input_error,
@@ -206,9 +206,8 @@ class RemoteRewardModel(RewardModel):
     @torch.no_grad()
     def __call__(self, conversations: Conversations) -> Tensor:
         """N pairs -> scores [N], fp32 on the CPU. InputError if its code fails."""
-        chats = [
-            [*to_messages(asked), {"role": "assistant", "content": said}] for asked, said in conversations
-        ]
+        whole = [whole_answer(to_messages(asked), said) for asked, said in conversations]
+        chats = [[*asked, {"role": "assistant", "content": said}] for asked, said in whole]
         scores = torch.empty(len(chats))
         name = "get_scores" if self.batched else "get_score"
         lengths = [1] * len(chats)

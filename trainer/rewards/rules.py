@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 
 from dataset.answers import Answer, alternatives, gives
+from dataset.formats import begun
 from model.loading import TAGS
 
 FORMAT = re.compile(r"<think>\n.*?\n</think>\n{1,2}<answer>\n.*?\n</answer>", re.DOTALL)
@@ -30,19 +31,28 @@ def mark_reward(response: str) -> float:
     return 0.25 * sum(response.count(tag) == 1 for tag in TAGS)
 
 
-def after_thinking(response: str) -> str:
+def after_thinking(response: str, beginning: str = "") -> str:
     """What a model that thinks says: the text behind the last ``</think>``, without the spaces around it. The
-    whole response where there is no such tag."""
-    _, tag, said = response.rpartition("</think>")
-    return said.strip() if tag else response
+    whole answer where there is no such tag, but nothing in a thought that its beginning, which the prompt
+    has, opens."""
+    _, tag, said = (beginning + response).rpartition("</think>")
+    if tag:
+        return said.strip()
+    return "" if "<think>" in beginning else said
 
 
-def thinking_reward(prompt: str, response: str, size: float) -> float:
+def from_thought(beginning: str) -> str:
+    """The beginning of an answer from its ``<think>`` on; "" where there is none."""
+    return "".join(beginning.partition("<think>")[1:])
+
+
+def thinking_reward(prompt: str, response: str, size: float, beginning: str = "") -> float:
     """``size`` times MiniMind's points for a response with ``</think>``: 1 for a thought of 20 to 300
     characters, else -0.5; and 0.25 if there is one such tag, else -0.25. 0 for a response without it, and
-    where the prompt, as the policy reads it, ends with a thought that the chat template has closed."""
-    thought, tag, _ = response.partition("</think>")
-    if not tag or prompt.rstrip().endswith("</think>"):
+    where the prompt, as the policy reads it, ends with a thought that the chat template has closed, or the
+    beginning of the answer closes one."""
+    thought, tag, _ = (from_thought(beginning) + response).partition("</think>")
+    if not tag or "</think>" in beginning or prompt.rstrip().endswith("</think>"):
         return 0.0
     thought = thought.strip().removeprefix("<think>").strip()  # the tag is in the prompt or here
     of_length = 1.0 if len(thought) in THOUGHTS else -0.5
@@ -81,13 +91,13 @@ def overlong_penalty(length: int, longest: int, buffer: int, largest: float) -> 
     return largest * min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
 
 
-def is_correct(response: str, answer: Answer, reasoning: bool) -> bool:
+def is_correct(response: str, answer: Answer, reasoning: bool, beginning: str = "") -> bool:
     """Whether the response gives this answer, or one of a list. Evaluation asks (accuracy), and exact_answer.
 
     With ``--reasoning 1`` the answer block has to be the answer. Else what follows the thought has to be it,
-    or to give it as its final number or in a box (``gives``).
+    or to give it as its final number or in a box (``gives``). beginning: of the answer, in the prompt.
     """
-    said = answer_text(response) if reasoning else after_thinking(response)
+    said = answer_text(beginning + response) if reasoning else after_thinking(response, beginning)
     return said is not None and any(gives(said, right, reasoning) for right in alternatives(answer))
 
 
@@ -95,6 +105,6 @@ def exact_answer(prompts: list, responses: list[str], answers: list[Answer | Non
     """B responses and their answers -> 1.0 where the response gives the answer, else 0.0; None where the
     record has no answer."""
     return [
-        None if answer is None else float(is_correct(response, answer, reasoning=False))
-        for response, answer in zip(responses, answers, strict=True)
+        None if answer is None else float(is_correct(response, answer, False, begun(prompt)))
+        for prompt, response, answer in zip(prompts, responses, answers, strict=True)
     ]

@@ -127,6 +127,14 @@ class Run(ABC):
         steps = math.ceil(self.args.epochs * len(self.data) / self.batch_records)
         return min(steps, self.args.max_steps or steps)
 
+    def repeats_note(self) -> str:
+        """A line where a batch takes more records than there are, else ''."""
+        taken = self.batch_records
+        found = len(self.data)
+        return (taken > found) * (
+            f"note     a batch takes {taken} records of {found}: some are in it several times"
+        )
+
     @abstractmethod
     def about(self) -> str:
         """Lines that say what the run is made of."""
