@@ -129,11 +129,9 @@ def to_prompt(record: Record) -> tuple[Asked, Answer | None]:
     prompt, answer = _prompt_and_answer(record)
     accepted = said if is_list and said else [answer]
     match record:
-        case {"reward_model": {"ground_truth": truth}} | {"gt": truth} if truth is not None and said in (
-            None,
-            "",
-            [],
-        ):
+        case {"reward_model": {"ground_truth": truth}} if truth is not None and said in (None, "", []):
+            accepted = truth if isinstance(truth, list) else [truth]
+        case {"gt": truth} if accepted == [None]:
             accepted = truth if isinstance(truth, list) else [truth]
     if not any(turn["content"].strip() for turn in to_messages(prompt) if turn["role"] != "system"):
         raise InputError("the prompt is only a system message; add what the user asks, or delete the line")

@@ -68,9 +68,7 @@ class RecordDataset(Dataset[Item], ABC):
     """The base of all datasets here: items by number, made from records. Raises InputError for a bad file, a
     bad record among those read, or if all of these are too long. ``read``, ``dropped``: how many items were
     read at the start, and how many of these were too long; ``longest``: upper limit of an item's tokens;
-    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read;
-    ``has_tools``, ``rendered``, ``replaced``: whether one has tools or turns of tools, a text that the chat
-    template has written, an answer beside the turn at the end of a conversation."""
+    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read."""
 
     path: str | Path
     tokenizer: PreTrainedTokenizerBase
@@ -85,9 +83,9 @@ class RecordDataset(Dataset[Item], ABC):
     def __post_init__(self) -> None:
         self.records = open_records(self.path)
         self.columns: dict[str, None] = {}
-        self.has_tools = False
-        self.rendered = False
-        self.replaced = False
+        self.has_tools = False  # whether a record has tools, or turns of tools
+        self.rendered = False  # whether one has a text that the chat template has written
+        self.replaced = False  # whether one has an answer beside the turn at the end of a conversation
         with located(self.records, 0):
             first = named(self.records[0], self.keys)
         self.pairs = is_pair(first) or "score" not in first  # and not rated answers

@@ -19,7 +19,6 @@ from dataset.lm_dataset import LoggedAnswers, RLAIFDataset, SFTDataset
 from errors import InputError
 from model.loading import load_tokenizer
 from trainer import train_ppo, train_reward, train_sft
-from trainer.evaluation import evaluate_actor
 from trainer.generation.engine import Sampler
 from trainer.inputs import choose_reasoning, load_trained_tokenizer, read_texts
 from trainer.rewards.combine import Judge, Reward
@@ -331,8 +330,8 @@ def test_a_run_goes_on_behind_the_beginning_of_the_answers(tmp_path):
     data = tiny.write_jsonl(tmp_path / "begun.jsonl", [{"prompt": turns, "answer": "c d e"}] * 3)
     run, _ = make_run(files, data_path=data, eval_data_path=data)
     assert run.data[0].text == "user a b </s> assistant c d"
-    with mock.patch("trainer.collect.response_texts", lambda rollout, *_: [" e"] * len(rollout.tokens)):
-        found, shown = evaluate_actor(run)
+    with mock.patch("trainer.rollout.response_texts", lambda batch, *_: [" e"] * len(batch.tokens)):
+        found, shown = run.evaluate()
     assert (found["eval/accuracy"], found["eval/accuracy_greedy"]) == (1, 1)
     row = shown["eval_samples.jsonl"][0]
     assert (row["prompt"], row["response"]) == (turns, " e")
