@@ -94,7 +94,7 @@ def measure(argv):
     from trainer import run as building
     from trainer import train_ppo as T
     from trainer.compute.memory import free_unused_memory
-    from trainer.inputs import load_inputs
+    from trainer.inputs import load_actor, load_trained_tokenizer
     from trainer.memory_plan import Sizes
     from trainer.runs.distributed import init_world
 
@@ -106,12 +106,12 @@ def measure(argv):
             peaks[phase] = max(peaks.get(phase, 0), memory_of("VmHWM") - begun)
             forget_peak()
 
-        inputs = load_inputs(args)
+        actor = load_actor(args, load_trained_tokenizer(args))
         note("loading")
         free_unused_memory()  # as PpoRun does first
         forget_peak()
-        numbers = Sizes(inputs.actor, inputs.actor.dtype).all
-        building.load_inputs = lambda *_: inputs  # those above
+        numbers = Sizes(actor, actor.dtype).all
+        building.load_actor = lambda *_: actor  # that above
         run = building.PpoRun(args, world)
         note("building")
         answers = args.num_generations

@@ -41,7 +41,7 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         EXACTLY: [
             "return torch.where(differences.abs() <= ROUNDING * size, 0.0, differences)",
             "return (mean, 0.0 if std < ROUNDING * abs(mean) else std)",
-            "if not (informative and 0 < size < LARGEST):",
+            "if not (differ and 0 < size < LARGEST):",
             "if not (total[1] < LARGEST and error[1] <= LARGEST):",
             "if not (total[1] <= LARGEST and error[1] < LARGEST):",
             "far_off = error_std ** 2 >= MISLED * variance or spread ** 2 < SMALL * variance",

@@ -20,7 +20,7 @@ from errors import InputError
 from model.loading import load_tokenizer
 from trainer import train_ppo, train_reward, train_sft
 from trainer.generation.engine import Sampler
-from trainer.inputs import choose_reasoning, load_trained_tokenizer, read_texts
+from trainer.inputs import choose_reasoning, load_trained_tokenizer, read_prompts
 from trainer.rewards.combine import Judge, Reward
 from trainer.rewards.rules import thinking_reward
 
@@ -265,7 +265,8 @@ def test_nothing_is_sampled_to_choose_the_format(tmp_path):
     data = tiny.write_jsonl(tmp_path / "data.jsonl", [{"prompt": "a"}] * 4)
     args = train_ppo.parse_args(tiny.flags(model=demo, reward_url="http://x", data_path=data))
     with mock.patch.object(Sampler, "sample", side_effect=AssertionError):
-        read_texts(args, load_trained_tokenizer(args))
+        prompts, _ = read_prompts(args, load_trained_tokenizer(args))
+        choose_reasoning(args, prompts)
     assert args.reasoning == 0
     assert train_ppo.parse_args([]).reasoning == 1
 

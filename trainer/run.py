@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import learned_pieces
 from dataset.data_order import local_positions
-from dataset.lm_dataset import LoggedPairs, RLAIFDataset
+from dataset.lm_dataset import LoggedAnswers, LoggedPairs, RLAIFDataset
 from errors import InputError
 from model.loading import embeddings, is_moe, load_policy
 from model.lora import describe as describe_adapters
@@ -34,13 +34,16 @@ from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
 from trainer.inputs import (
     Prompts,
+    accuracy_note,
     check_files,
     choose_rates,
+    choose_reasoning,
     choose_warmup,
     describe_texts,
-    load_inputs,
+    load_actor,
     load_trained_tokenizer,
-    read_texts,
+    read_prompts,
+    sampling_room,
 )
 from trainer.memory_plan import Case, Sizes, check_memory
 from trainer.models import Models, critic_start
@@ -48,7 +51,7 @@ from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_b
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
 from trainer.options.missing_eos import choose_penalty
-from trainer.options.offline import held_out_pairs
+from trainer.options.offline import held_out_pairs, load_logged
 from trainer.options.option import Option
 from trainer.options.ptx import Ptx, load_demonstrations
 from trainer.options.replay import Replay
@@ -113,14 +116,15 @@ class PpoRun(Run):
             if world.is_main:
                 check_resume(self)
             start.part("data")
-            texts = read_texts(args, self.tokenizer)
-            self.held_out = texts.held_out
-            if texts.prompts:
-                self._use_data(texts.prompts, *functions)
+            prompts, self.held_out = read_prompts(args, self.tokenizer)
+            if prompts:
+                self._use_data(prompts, *functions)
         start.part("models")
-        actor, _, data, _, room, notes = load_inputs(args, texts)
-        if not texts.prompts:
-            self._use_data(data, *functions)
+        actor = load_actor(args, self.tokenizer)
+        if not prompts:
+            logged = load_logged(LoggedAnswers, args.offline_data_path, args, self.tokenizer, actor)
+            self._use_data(logged, *functions)
+        room = sampling_room(args, actor, self.data, self.held_out)
         read = partial(load_policy, args.model, args.trust_remote_code)
         self.save_dtype = SaveDtype(args.save_dtype, f"--model {args.model}", read, actor)
         self.result_path = minimind_pth(args.out_dir, "ppo_actor", actor.config.hidden_size, is_moe(actor))
@@ -157,7 +161,7 @@ class PpoRun(Run):
             )
             learning["critic_learning_rate"] = ("critic", critic[0])
             if critic[0] is not actor:
-                notes.append(f"critic   starts from {critic[0].name_or_path} (--critic_init)")
+                self.notes.append(f"critic   starts from {critic[0].name_or_path} (--critic_init)")
         self.suited, rates = choose_rates(args, learning, args.lora_r > 0)
         args.freeze()
         # Those of this process' rows in the global batch.
@@ -165,7 +169,7 @@ class PpoRun(Run):
         self.demonstrations = load_demonstrations(args, self.tokenizer, actor)
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, actor)
         self.plan, memory = check_memory(self._memory_case(actor, critic, room), self.in_step)
-        self.notes = [*notes, rates, memory]  # what was chosen
+        self.notes += [rates, memory]
         self.endings = load_endings(args, self.tokenizer, actor)  # what ends a response
         if self.plan.slots:  # else nothing is sampled
             sampler = Sampler(actor, self.dtype, self.plan.slots, self.plan.cache, room, world.device)
@@ -213,6 +217,8 @@ class PpoRun(Run):
         models, call their functions once."""
         args = self.args
         self.data = data
+        # Lines that say what was chosen.
+        self.notes = [choose_reasoning(args, data), accuracy_note(self.held_out)]
         self.answers = args.num_generations
         self.total_steps = self.count_steps()
         choose_warmup(args, self.total_steps)
