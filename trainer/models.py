@@ -52,18 +52,17 @@ class Models:
         rewards: list[RewardModel],
         endings: Endings,
         total_steps: int,
-        updates_per_batch: int,
         in_step: InStep | None,
         shards_rewards: bool,
     ) -> None:
         """device, dtype: of mixed precision; critic_start: of the function of this name, None without a
-        critic; rewards: all reward models; total_steps: of the run; updates_per_batch: optimizer steps of
-        each model; in_step, shards_rewards: of --shard 1."""
+        critic; rewards: all reward models; total_steps: of the run; in_step, shards_rewards: of --shard 1."""
         self.args = args
         self.device = device
         self.dtype = dtype
         self.actor = actor
-        self.updates_per_batch = updates_per_batch
+        # Optimizer steps of each model.
+        self.updates_per_batch = updates = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
         # Whether anything is learned from the reference's log-probs. Else they are not computed.
         self.uses_reference = args.kl_coef > 0 or bool(args.offline_data_path)
         self.host = HostMemory(device)  # where frozen models wait with --offload_frozen 1
@@ -74,9 +73,9 @@ class Models:
             self._shard(in_step, rewards if shards_rewards else [])
         learner = partial(
             self._learner,
-            total_steps=total_steps * updates_per_batch,
-            per_batch=updates_per_batch,
-            warmup_steps=args.lr_warmup_steps * updates_per_batch,
+            total_steps=total_steps * updates,
+            per_batch=updates,
+            warmup_steps=args.lr_warmup_steps * updates,
             schedule=args.lr_schedule,
         )
         self.learners: dict[str, Learner] = {}

@@ -97,7 +97,6 @@ class PpoRun(Run):
     args: Flags
     held_out: RLAIFDataset | None
     held_out_pairs: LoggedPairs | None
-    logged: bool  # --offline_data_path: logged answers in the place of samples
     engine: RolloutEngine  # but not where nothing is sampled
     value_scale: ValueScale  # with a critic
     _reward_hash = ""
@@ -105,26 +104,32 @@ class PpoRun(Run):
     def __init__(self, args: Flags, world: World, start: Start | None = None):
         """Flags -> the run, with all inputs checked. Raises InputError."""
         self.world = world
-        self.args = args = args.completed()
-        self.logged = bool(args.offline_data_path)
+        self.args = args.completed()
         start = start or Start()
         start.part("checks")
         with world.all_or_none():  # what needs no model, before anything that takes long
             functions = self._load_functions()
-            check_files(args)
-            self.tokenizer = load_trained_tokenizer(args)
+            check_files(self.args)
+            self.tokenizer = load_trained_tokenizer(self.args)
             if world.is_main:
                 check_resume(self)
             start.part("data")
-            prompts, self.held_out = read_prompts(args, self.tokenizer)
+            prompts, self.held_out = read_prompts(self.args, self.tokenizer)
             if prompts:
                 self._use_data(prompts, *functions)
         start.part("models")
-        actor = load_actor(args, self.tokenizer)
-        if not prompts:
-            logged = load_logged(LoggedAnswers, args.offline_data_path, args, self.tokenizer, actor)
-            self._use_data(logged, *functions)
-        room = sampling_room(args, actor, self.data, self.held_out)
+        actor = load_actor(self.args, self.tokenizer)
+        if not prompts:  # how logged answers end, the model says
+            path = self.args.offline_data_path
+            self._use_data(load_logged(LoggedAnswers, path, self.args, self.tokenizer, actor), *functions)
+        self._place_results(actor)
+        self._load_rewards(actor)
+        self._build(actor, critic=self._choose_start(actor))
+        self._build_options()
+
+    def _place_results(self, actor: PreTrainedModel) -> None:
+        """Where the result will be, and in which dtype."""
+        args = self.args
         read = partial(load_policy, args.model, args.trust_remote_code)
         self.save_dtype = SaveDtype(args.save_dtype, f"--model {args.model}", read, actor)
         self.result_path = minimind_pth(args.out_dir, "ppo_actor", actor.config.hidden_size, is_moe(actor))
@@ -133,15 +138,20 @@ class PpoRun(Run):
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
+
+    def _load_rewards(self, actor: PreTrainedModel) -> None:
+        """Load the reward models, and move the actor to the device."""
+        args = self.args
+        world = self.world
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)  # also of sampling
         # A single process has nobody to share with.
         self.in_step = InStep(world) if args.shard and world.size > 1 else None
         free_unused_memory()  # the copies with which the policy was checked
         # Not with --filter_groups, where processes call reward models unequally often and would wait for each
         # other; nor code from outside: it may use weights otherwise.
-        shards_rewards = self.in_step is not None and not (args.filter_groups or args.trust_remote_code)
+        self.shards_rewards = self.in_step is not None and not (args.filter_groups or args.trust_remote_code)
         # Until they are sharded, reward models are in main memory: a whole one need not fit on a GPU.
-        place = torch.device("cpu") if shards_rewards else world.device
+        place = torch.device("cpu") if self.shards_rewards else world.device
         load_models(self.judge, args, place, self.dtype)
         self.judged_by = code_hash(args.eval_reward_fn) + models_hash(self.judge.models)
         load_models(self.reward, args, place, self.dtype)
@@ -153,8 +163,15 @@ class PpoRun(Run):
         if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
             keep_freed_memory()
             actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
+
+    def _choose_start(self, actor: PreTrainedModel) -> tuple[PreTrainedModel, float] | None:
+        """Choose what the models decide: learning rates, the memory plan -> what the critic starts from and
+        its weight in the reward, None without a critic. From here on the flags are frozen."""
+        args = self.args
+        world = self.world
+        room = sampling_room(args, actor, self.data, self.held_out)
         learning = {"learning_rate": ("actor", actor)}
-        critic = None  # what the critic starts from, and its weight in the reward
+        critic = None
         if args.advantage == "gae":
             critic = critic_start(
                 args.critic_init, self.reward.models, actor, self.tokenizer, longest=room[1]
@@ -170,9 +187,16 @@ class PpoRun(Run):
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, actor)
         self.plan, memory = check_memory(self._memory_case(actor, critic, room), self.in_step)
         self.notes += [rates, memory]
+        self.room = room
+        return critic
+
+    def _build(self, actor: PreTrainedModel, critic: tuple[PreTrainedModel, float] | None) -> None:
+        """The sampler, the models, and what makes their optimizer steps."""
+        args = self.args
+        world = self.world
         self.endings = load_endings(args, self.tokenizer, actor)  # what ends a response
         if self.plan.slots:  # else nothing is sampled
-            sampler = Sampler(actor, self.dtype, self.plan.slots, self.plan.cache, room, world.device)
+            sampler = Sampler(actor, self.dtype, self.plan.slots, self.plan.cache, self.room, world.device)
             self.engine = RolloutEngine(
                 sampler=sampler,
                 tokenizer=self.tokenizer,
@@ -183,7 +207,6 @@ class PpoRun(Run):
             )
             if self.in_step:  # each process soon has a part of each model, and a whole one of none
                 sampler.copy.unload()
-        updates_per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)  # of each model
         self.models = Models(
             args,
             world.device,
@@ -193,9 +216,8 @@ class PpoRun(Run):
             rewards=scoring_models(self.reward, self.judge),
             endings=self.endings,
             total_steps=self.total_steps,
-            updates_per_batch=updates_per_batch,
             in_step=self.in_step,
-            shards_rewards=shards_rewards,
+            shards_rewards=self.shards_rewards,
         )
         keep_endings(self.endings, actor)
         self.progress = Progress(token_budget=self.plan.token_budget)
@@ -204,7 +226,6 @@ class PpoRun(Run):
         self.updater = Updater(
             world, self.learners, self.loss_scale, self.progress, args.grad_clip, self.in_step
         )
-        self._build_options(updates_per_batch)
 
     def _load_functions(self) -> list[RewardFunctions]:
         """-> those of --reward_fn and --eval_reward_fn."""
@@ -264,14 +285,14 @@ class PpoRun(Run):
             processes=self.world.size,
         )
 
-    def _build_options(self, updates_per_batch: int) -> None:
+    def _build_options(self) -> None:
         """Scales, options and the evaluation; ``states`` has those with a state that checkpoints keep."""
         args = self.args
         world = self.world
         models = self.models
         learner = self.learners["actor"]
         self.best = self._first_best() if self.held_out else Best()
-        if self.logged:
+        if args.offline_data_path:
             self.display = displays.OFFLINE
             if self.held_out and not self.held_out_pairs:  # answers to its prompts are compared
                 best = "judge" if self.judge.names else "accuracy"
@@ -290,7 +311,7 @@ class PpoRun(Run):
         self.options: list[Option] = []  # in the order in which train_ppo.py calls their hooks
         if self.demonstrations:
             scorer = models.actor_scorer
-            self.options.append(Ptx(self.demonstrations, args, scorer, updates_per_batch, world))
+            self.options.append(Ptx(self.demonstrations, args, scorer, models.updates_per_batch, world))
         if args.replay_batches:
             replay = self.states["replay"] = Replay(args.replay_batches, self.positions, world)
             self.options.append(replay)
