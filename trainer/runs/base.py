@@ -155,12 +155,9 @@ class Run(ABC):
         """{name: value}: what health.py and the report read of a run's start."""
         return {
             "held_out": len(self.held_out_pairs or self.held_out or ()),
-            # {beginning of metrics: [[the first step, a hash of what they depend on], …]}; ``write_config``
-            # (resume.py) adds what a run was resumed with
-            "evaluated_by": {
-                "eval/": [[0, self.held_out.fingerprint if self.held_out else ""]],
-                "eval/judge": [[0, self.judged_by]],
-            },
+            # A hash of what evaluations depend on, and the first step evaluated so (``write_config``)
+            "evaluated_by": f"{self.held_out.fingerprint} {self.judged_by}" if self.held_out else "",
+            "evaluated_since": 0,
         }
 
     def begin(self, logger: Any) -> None:

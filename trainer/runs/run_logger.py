@@ -65,7 +65,7 @@ class RunLogger:
             total=run.total_steps, initial=first_step, desc=run.display.title, unit="step", disable=None
         )
         self._trackers = Trackers(run.args, folder.path, folder.config["run_id"], first_step, self.say)
-        for record in read_rows(self._files[0]):  # of a resumed run
+        for record in read_rows(self._files[0]):  # of a resumed run, whose findings were said
             self.health.add(record)
         self._start = time.perf_counter()
         self._report_due = self._start + SHARE  # as if writing it took a second
@@ -151,9 +151,7 @@ class RunLogger:
                 sync(path)
 
     def stopped(self) -> None:
-        """Say where a run that stopped before its end can be seen, and the command that resumes it.
-
-        A run that has learned nothing leaves no folder, unless there was one or it holds an evaluation."""
+        """Say where a run that stopped before its end can be seen, and the command that resumes it."""
         self._bar.close()
         saved = list_checkpoints(self.folder.path)
         if saved:
@@ -161,8 +159,8 @@ class RunLogger:
         if self.run.progress.step:
             with contextlib.suppress(ValueError):  # a full disk: the error that ended the run says so
                 self._conclude("stopped")
-        elif self.folder.remove_if_unused():
-            self.say(f"nothing was learned, so {self.folder.path} was removed: start again without --resume")
+        else:
+            self.say(f"nothing was learned: add --resume auto to go on in {self.folder.path}, or delete it")
 
     def summary(self) -> None:
         """Write summary.md, report.html and curves.png; print the summary, files, time, memory."""
