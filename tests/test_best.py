@@ -247,7 +247,8 @@ def test_the_best_of_a_resumed_run_is_that_of_the_main_process():
         def from_main(self, item):
             return best
 
-    run = SimpleNamespace(best=Best(), world=Second(1, 1, torch.device("cpu")), progress=Progress(0, step=3))
+    world = Second(1, 1, torch.device("cpu"))
+    run = SimpleNamespace(best=Best(), world=world, progress=Progress(0, step=3), folder=Path("r"))
     PpoRun.restore_best(run, None)
     assert run.best is best
     assert PpoRun.best_note(run) == "best.pth has those after step 3, the best by eval/score (1.000)"

@@ -4,7 +4,7 @@ train_ppo.py trains it. The models, and why the reference never changes: models.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from trainer.inputs import (
 )
 from trainer.memory_plan import Case, Sizes, check_memory
 from trainer.models import Models, critic_start
-from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_best
+from trainer.options.best import WEIGHTS, Best, first_best
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
 from trainer.options.missing_eos import choose_penalty
@@ -75,7 +75,7 @@ from trainer.rewards.reward_function import (
 from trainer.rewards.reward_models import models_hash
 from trainer.rollout import RolloutEngine, with_sampled_space
 from trainer.runs import displays
-from trainer.runs.base import Progress, Run
+from trainer.runs.base import Progress, Run, Say
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import Updater
@@ -350,7 +350,7 @@ class PpoRun(Run):
         with self.models.host.on_device(*modules_of(reward)):
             return reward.raw_scores(request)
 
-    def begin(self, logger: Any) -> None:
+    def begin(self, say: Say, keep_choice: Callable[[str, float], object]) -> None:
         """Choose --missing_eos_penalty where it is not given (options/missing_eos.py)."""
         if self.reward.missing_eos_penalty is not None:
             return
@@ -360,8 +360,8 @@ class PpoRun(Run):
         )
         self.reward.missing_eos_penalty = penalty
         with self.world.all_or_none():  # the disk may be full
-            logger.keep_choice("missing_eos_penalty", penalty)
-        logger.say(line)
+            keep_choice("missing_eos_penalty", penalty)
+        say(line)
 
     def evaluate(self) -> StepLog:
         return self.evaluation() if self.evaluation else ({}, {})
@@ -467,46 +467,28 @@ class PpoRun(Run):
 
     # --------------------------------------------------------------------------------- what is saved
 
-    def save_result(self, logger: Any) -> None:
+    def save_result(self, say: Say) -> None:
         """Write the actor as a ``.pth`` and the folder beside it, and its average into the run folder."""
-        self.save_actor(self.result_path, logger)
+        self.save_actor(self.result_path, say)
         if self.ema.batches:
             with self.ema.in_place():
-                self.save_actor(self.folder / AVERAGE, logger)
+                self.save_actor(self.folder / AVERAGE, say)
 
-    def save_actor(self, path: Path, logger: Any) -> None:
+    def save_actor(self, path: Path, say: Say) -> None:
         """Write the actor as ``path`` and the folder beside it. All processes call it: of a sharded actor
         each has a part."""
         main = self.world.is_main
         state = whole_state(self.models.actor, keep=main)
         if main:
-            dtype = self.save_dtype.choose(path, state, logger.say)
+            dtype = self.save_dtype.choose(path, state, say)
             save_policy(self.models.actor, self.tokenizer, path, dtype, state)
 
-    def keep_best(self, metrics: dict[str, float], logger: Any) -> None:
-        """If a step's evaluation is the best so far, write the actor's weights into the run folder.
+    def keep_best(self, metrics: dict[str, float], say: Say) -> None:
+        save = partial(self.save_actor, say=say)
+        self.best = self.best.updated(metrics, self.progress.step, self.folder, self.world, save)
 
-        All processes must call it, after the step was logged and before its checkpoint. Raises InputError
-        where the disk is full or a weight is not finite in --save_dtype; then a resumed run evaluates this
-        step again.
-        """
-        better = self.best.beaten_by(metrics, self.progress.step)
-        if not better:
-            return
-        # The weights before the first step are those of --model.
-        with self.world.all_or_none():
-            if better.step:
-                self.save_actor(self.folder / WEIGHTS, logger)
-            if self.world.is_main:
-                write_best(self.folder, better)
-        self.best = better
-
-    def restore_best(self, logger: Any) -> None:
-        """The best of a resumed run is that of its folder."""
-        with self.world.all_or_none():
-            if self.world.is_main:  # another machine's folder may have only the checkpoint
-                self.best = best_so_far(self.folder, self.best, logger.say)
-        self.best = self.world.from_main(self.best)
+    def restore_best(self, say: Say) -> None:
+        self.best = self.best.restored(self.folder, self.world, say)
 
     def best_note(self) -> str:
         return self.best.describe(WEIGHTS, self.progress.step)

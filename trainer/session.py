@@ -57,7 +57,7 @@ class Session(Generic[AnyRun]):
                 with world.all_or_none():
                     self.run = self._build(given, world, start)
                 self._logger = start_or_resume(self.run, start)
-            self.run.restore_best(self._logger)
+            self.run.restore_best(self._logger.say)
             stack.enter_context(ending(self.run, self._logger))
             asked = "\nstopping after this step; a second signal stops at once\n"
             self._stopping = stack.enter_context(StopRequest(asked))
@@ -76,7 +76,7 @@ class Session(Generic[AnyRun]):
         if first == run.total_steps:  # a run that was killed before its last result was there
             save(run, self._logger)
         if first == 0:
-            run.begin(self._logger)
+            run.begin(self._logger.say, self._logger.keep_choice)
             conclude_step(run, self._logger, *timed_evaluation(run))
         yield from range(first, run.total_steps)
 
@@ -162,7 +162,7 @@ def conclude_step(run: Run, logger: Logger, metrics: dict[str, float], rows: Row
     gc.collect()  # see ``collected_between_steps``
     with run.world.all_or_none():
         logger.log(run.progress.step, metrics, rows)
-    run.keep_best(metrics, logger)
+    run.keep_best(metrics, logger.say)
 
 
 def timed_evaluation(run: Run) -> StepLog:
@@ -185,7 +185,7 @@ def save(run: Run, logger: Logger) -> None:
         checkpoints.save(run)
     with run.world.all_or_none():
         logger.keep_choice("saved", True)
-        run.save_result(logger)
+        run.save_result(logger.say)
     run.saved_step = step
 
 

@@ -353,7 +353,7 @@ def test_a_run_that_has_learned_nothing_leaves_the_result_of_an_earlier_one_and_
     out.mkdir()
     result = out / "ppo_actor_32.pth"
     result.write_bytes(b"of an earlier run")
-    fail_at_once(files, out, monkeypatch)
+    fail_at_once(files, out, monkeypatch, critic_warmup_steps=0)
     assert result.read_bytes() == b"of an earlier run"
     said = capsys.readouterr().out
     assert f"nothing was learned: add --resume auto to go on in {out / 'run_1'}, or delete it" in said

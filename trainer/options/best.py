@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from atomic_files import write_whole, writing
 from errors import InputError
+from trainer.runs.distributed import World
 
 WEIGHTS = "best.pth"  # in the run folder
 EVALUATION = "best.json"
@@ -27,6 +28,39 @@ class Best(NamedTuple):
     metric: str = ""
     value: float = -math.inf
     step: int = 0
+
+    def updated(
+        self,
+        metrics: Mapping[str, float],
+        step: int,
+        folder: Path,
+        world: World,
+        save_weights: Callable[[Path], object],
+    ) -> "Best":
+        """The best so far after a step that was logged: if its evaluation is better than all before, write
+        the weights and best.json into the run folder.
+
+        All processes must call it, before the step's checkpoint. save_weights(path): writes the actor. Raises
+        InputError where that fails or the disk is full; then a resumed run evaluates this step again.
+        """
+        better = self.beaten_by(metrics, step)
+        if not better:
+            return self
+        with world.all_or_none():
+            if step:  # the weights before the first step are those of --model
+                save_weights(folder / WEIGHTS)
+            if world.is_main:
+                with writing(folder):
+                    write_whole(folder / EVALUATION, json.dumps(better._asdict()))
+        return better
+
+    def restored(self, folder: Path, world: World, say: Callable[[str], object]) -> "Best":
+        """The best so far of a run that goes on: that of its folder, as the main process has it."""
+        best = self
+        with world.all_or_none():
+            if world.is_main:  # another machine's folder may have only the checkpoint
+                best = best_so_far(folder, self, say)
+        return world.from_main(best)
 
     def beaten_by(self, metrics: Mapping[str, float], step: int) -> "Best | None":
         """The evaluation in the metrics of a step, if they have one that is better than all before."""
@@ -75,12 +109,6 @@ def best_so_far(folder: Path, best: Best, say: Callable[[str], object]) -> Best:
         return found
     say("note: the best so far was evaluated otherwise; it begins anew")
     return best
-
-
-def write_best(folder: Path, best: Best) -> None:
-    """Write what ``best_so_far`` reads. Raises InputError where the disk is full."""
-    with writing(folder):
-        write_whole(folder / EVALUATION, json.dumps(best._asdict()))
 
 
 def usual_metric(found: Mapping[str, float]) -> str:

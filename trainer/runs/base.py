@@ -9,7 +9,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from trainer.runs.displays import Display, StepLog
 from trainer.runs.distributed import World
 
 ROOT = Path(__file__).resolve().parents[2]
+Say = Callable[[str], object]  # prints a line
 
 
 class SavedAttributes:
@@ -160,13 +161,14 @@ class Run(ABC):
             "evaluated_since": 0,
         }
 
-    def begin(self, logger: Any) -> None:
-        """Choose what the flags leave open and the models decide, before the first evaluation."""
+    def begin(self, say: Say, keep_choice: Callable[[str, float], object]) -> None:
+        """Choose what the flags leave open and the models decide, before the first evaluation.
+        keep_choice(flag, value): writes it into config.json."""
 
-    def restore_best(self, logger: Any) -> None:
-        """After a checkpoint was loaded: take over the best evaluation so far."""
+    def restore_best(self, say: Say) -> None:
+        """After a checkpoint was loaded: take over the best evaluation so far (options/best.py)."""
 
-    def keep_best(self, metrics: dict[str, float], logger: Any) -> None:
+    def keep_best(self, metrics: dict[str, float], say: Say) -> None:
         """After a step was logged: keep its weights if its evaluation is the best so far."""
 
     def best_note(self) -> str:
@@ -174,7 +176,7 @@ class Run(ABC):
         return ""
 
     @abstractmethod
-    def save_result(self, logger: Any) -> None:
+    def save_result(self, say: Say) -> None:
         """Write the files that users load. All processes call it, and the main one writes."""
 
     def command(self, script: str, *words: str | Path) -> str:

@@ -142,9 +142,11 @@ class History:
             first = 1
             values = [start]
         elif count:
-            first, *_ = self.steps[name][-int(count) :] or [0]
             values = self.values[name][-int(count) :]
-        holds = len(values) == int(count or 1) and all(x < bound if sign == "<" else x > bound for x in values)
+            if len(values) < int(count):
+                return None
+            first = self.steps[name][-int(count)]
+        holds = all(x < bound if sign == "<" else x > bound for x in values)
         return (first, start) if holds else None
 
     def _conclude(self) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import secrets
-import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
