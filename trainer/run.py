@@ -44,7 +44,7 @@ from trainer.inputs import (
 )
 from trainer.memory_plan import Case, Sizes, check_memory
 from trainer.models import Models, critic_start
-from trainer.options.best import WEIGHTS, Best, first_best
+from trainer.options.best import WEIGHTS, Best, first_best, restored
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
 from trainer.options.missing_eos import choose_penalty
@@ -139,7 +139,7 @@ class PpoRun(Run):
         # Until they are sharded, reward models are in main memory: a whole one need not fit on a GPU.
         place = torch.device("cpu") if shards_rewards else world.device
         load_models(self.judge, args, place, self.dtype)
-        self.judged_by = code_hash(args.eval_reward_fn) + models_hash(self.judge.models)
+        self.eval_reward_hash = code_hash(args.eval_reward_fn) + models_hash(self.judge.models)
         load_models(self.reward, args, place, self.dtype)
         if world.is_main and self.reward.models:
             self._reward_hash = models_hash(self.reward.models)  # before the models are rounded
@@ -323,7 +323,7 @@ class PpoRun(Run):
             names.append(f"pass@{args.num_generations}")
         if self.held_out_pairs:
             names.append("chosen_preferred")
-        source = f"{self.held_out.fingerprint} {code_hash(args.reward_fn)} {self.judged_by}"
+        source = f"{self.held_out.fingerprint} {code_hash(args.reward_fn)} {self.eval_reward_hash}"
         return first_best(args.best_metric, names, source)
 
     @property
@@ -484,11 +484,10 @@ class PpoRun(Run):
             save_policy(self.models.actor, self.tokenizer, path, dtype, state)
 
     def keep_best(self, metrics: dict[str, float], say: Say) -> None:
-        save = partial(self.save_actor, say=say)
-        self.best = self.best.updated(metrics, self.progress.step, self.folder, self.world, save)
+        self.best = self.best.updated(metrics, self, partial(self.save_actor, say=say))
 
     def restore_best(self, say: Say) -> None:
-        self.best = self.best.restored(self.folder, self.world, say)
+        self.best = restored(self.best, self, say)
 
     def best_note(self) -> str:
         return self.best.describe(WEIGHTS, self.progress.step)

@@ -94,7 +94,7 @@ class Run(ABC):
     data: Any  # what it learns from: a ``Dataset`` with a length
     held_out: RecordDataset[Any] | None  # of an evaluation
     held_out_pairs: Sized | None = None  # of offline PPO
-    judged_by: str = ""  # a hash of the judge; "" without
+    eval_reward_hash: str = ""  # of --eval_reward_fn and --eval_reward_model; "" without
     learners: dict[str, Learner]
     # {name: what a checkpoint keeps besides weights and moments}: in state.json, or where it has tensors in a
     # file of its own. ``load_state_dict`` gets {} where the checkpoint has none; it may raise KeyError.
@@ -157,7 +157,7 @@ class Run(ABC):
         return {
             "held_out": len(self.held_out_pairs or self.held_out or ()),
             # A hash of what evaluations depend on, and the first step evaluated so (``write_config``)
-            "evaluated_by": f"{self.held_out.fingerprint} {self.judged_by}" if self.held_out else "",
+            "evaluated_by": f"{self.held_out.fingerprint} {self.eval_reward_hash}" if self.held_out else "",
             "evaluated_since": 0,
         }
 
