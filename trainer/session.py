@@ -1,6 +1,6 @@
 """What surrounds the loop of all three scripts: processes, run folder, log, evaluation, saving, stopping.
 
-    with Session(build, given) as session:            a new run, or one as its checkpoint left it
+    with Session(build, args) as session:             a new run, or one as its checkpoint left it
         for step in session.steps():                  those that are left
             with session.nothing_learned():           a wrong record or reward: the run is saved, then it ends
                 items = session.records(step)         those of this process
@@ -38,29 +38,29 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 class Session(Generic[AnyRun]):
     """A run while it trains. ``run``: what ``build`` has made; ``world``: the processes.
 
-    build(args, world, start) -> the ``Run``, with all inputs checked; given: the flags. Raises InputError.
+    build(args, world, start) -> the ``Run``, with all inputs checked; args: the flags. Raises InputError.
     """
 
     run: AnyRun
     world: World
 
-    def __init__(self, build: Callable[[Flags, World, Start], AnyRun], given: Flags) -> None:
+    def __init__(self, build: Callable[[Flags, World, Start], AnyRun], args: Flags) -> None:
         self._build = build
-        self._given = given
+        self._args = args
 
     def __enter__(self) -> "Session[AnyRun]":
-        given = self._given
+        args = self._args
         with ExitStack() as stack:
-            self.world = world = stack.enter_context(init_world(given.device, given.ddp))
+            self.world = world = stack.enter_context(init_world(args.device, args.ddp))
             stack.enter_context(sleep_when_busy(world.device.type))
             with Start() as start:
                 with world.all_or_none():
-                    self.run = self._build(given, world, start)
+                    self.run = self._build(args, world, start)
                 self._logger = start_or_resume(self.run, start)
             self.run.restore_best(self._logger.say)
             stack.enter_context(ending(self.run, self._logger))
-            asked = "\nstopping after this step; a second signal stops at once\n"
-            self._stopping = stack.enter_context(StopRequest(asked))
+            reply = "\nstopping after this step; a second signal stops at once\n"
+            self._stopping = stack.enter_context(StopRequest(reply))
             self._stack = stack.pop_all()
         return self
 
@@ -111,9 +111,9 @@ class Session(Generic[AnyRun]):
         end: BaseException | None = SystemExit(128 + signal) if signal and not last else None
         if last or (args.eval_interval and done % args.eval_interval == 0):
             try:
-                found, shown = timed_evaluation(run)
-                metrics |= found
-                rows |= shown
+                eval_metrics, eval_rows = timed_evaluation(run)
+                metrics |= eval_metrics
+                rows |= eval_rows
             except InputError as error:  # a reward failed: first log and save what has been learned
                 end = error
         conclude_step(run, logger, metrics, rows)

@@ -44,7 +44,7 @@ class SavedAttributes:
 
 @dataclass
 class Progress:
-    """How far a run has come: what changes from batch to batch besides weights and moments."""
+    """How far a run has come: what changes from batch to batch besides weights and optimizer state."""
 
     token_budget: int  # tokens of one micro-batch at most; halved when memory runs out
     step: int = 0  # batches done; it fixes the place in the data, the sampling noise and the learning rates
@@ -54,7 +54,8 @@ class Progress:
 
 @dataclass
 class Learner:
-    """A model that trains, its optimizer and schedule. PPO has two (critic, actor), stages 1 and 2 one."""
+    """The train state of one model: the model, its optimizer and its schedule. PPO has two (critic, actor),
+    stages 1 and 2 one."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -96,8 +97,8 @@ class Run(ABC):
     held_out_pairs: Sized | None = None  # of offline PPO
     eval_reward_hash: str = ""  # of --eval_reward_fn and --eval_reward_model; "" without
     learners: dict[str, Learner]
-    # {name: what a checkpoint keeps besides weights and moments}: in state.json, or where it has tensors in a
-    # file of its own. ``load_state_dict`` gets {} where the checkpoint has none; it may raise KeyError.
+    # {name: what a checkpoint has besides weights and optimizer state} (checkpoints.py). ``load_state_dict``
+    # gets {} where the checkpoint has none; it may raise KeyError.
     states: dict[str, Stateful]
     loss_scale: LossScale
     progress: Progress
