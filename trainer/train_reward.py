@@ -64,7 +64,7 @@ from trainer.rewards.reward_models import score_packed
 from trainer.runs import displays
 from trainer.runs.base import SavedAttributes, Say, full_path
 from trainer.runs.metrics import Loss, Metrics
-from trainer.session import Session
+from trainer.session import open_session
 from trainer.supervised import Items, Means, SupervisedRun, train
 
 
@@ -235,7 +235,7 @@ class RewardRun(SupervisedRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    with Session(RewardRun, parse_args(argv)) as session:
+    with open_session(RewardRun, parse_args(argv)) as session:
         train(session)
 
 

@@ -68,7 +68,7 @@ from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.runs import displays
 from trainer.runs.base import Say
 from trainer.runs.metrics import Loss, Metrics
-from trainer.session import Session
+from trainer.session import open_session
 from trainer.supervised import Items, Means, SupervisedRun, train
 
 
@@ -158,7 +158,7 @@ class SftRun(SupervisedRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    with Session(SftRun, parse_args(argv)) as session:
+    with open_session(SftRun, parse_args(argv)) as session:
         train(session)
 
 

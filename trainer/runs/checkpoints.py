@@ -8,7 +8,7 @@
     SHA256SUMS                                       of all of them
 
 PPO's states: raw_scores (the rewards' running scales and --missing_eos_penalty), loss_scale (fp16), kl
-(--kl_target), advantage_scale, value_scale, replay, ema (run.py). Stage 2 has zero, the reward model's offset.
+(--kl_target), advantage_scale, value_scale, replay, ema (run.py). Stage 2's: loss_scale, zero.
 
 Not in it: models that do not train, which are loaded again from their own files; random states, because
 sampling noise, the order of prompts and learning rates are pure functions of the seed and the step. Loading

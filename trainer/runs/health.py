@@ -51,30 +51,25 @@ def spread_of_steps(values: Sequence[float]) -> float:
 
 class History:
     """What a run has logged so far, and its flags. args: its config.json, or {}: flags, and ``facts``
-    (run.py).
-
-    ``values``: {metric: all its values}, without those that are not finite; ``steps``: of these; ``since``:
-    the first step that was evaluated as it is now, earlier evaluations are left out; ``usual``: {flag: [the
-    least and the most that help, a usual value]}; ``conclusions``: the facts and what follows, for
-    health.toml.
-    """
+    (run.py)."""
 
     def __init__(self, args: Values) -> None:
         self.args = args
-        self.conclusions: Values = {**args.get("facts", {})}
+        self.conclusions: Values = {**args.get("facts", {})}  # the facts and what follows, for health.toml
         rates = self.conclusions.get("suited", {})
-        self.usual: dict[str, list[float]] = {
+        self.usual: dict[str, list[float]] = {  # {flag: [the least and the most that help, a usual value]}
             **TABLE["usual"],
             **TABLE["usual_with"].get(args.get("policy_loss"), {}),
             **{name: [rate / FAR, rate * FAR, rate] for name, rate in rates.items()},
         }
         self.step = 0  # of the newest record
-        self._first_steps: dict[str, int] = {}  # of conclusions that hold for some steps
-        self.since = 0
+        self.since = 0  # the first step that was evaluated as it is now; earlier evaluations are left out
+        # {metric: all its values, without those that are not finite}, and their steps
         self.values: defaultdict[str, list[float]] = defaultdict(list)
         self.steps: defaultdict[str, list[int]] = defaultdict(list)
         self.responses = self.get("batch_size") * self.get("processes")  # of a step; 0: not known
         self.equal_steps = 0  # steps in a row, up to the newest, in which all scores were equal
+        self._first_steps: dict[str, int] = {}  # of conclusions that hold for some steps
 
     def add(self, record: Values) -> None:
         """Take in a line of metrics.jsonl."""
