@@ -217,7 +217,7 @@ def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, m
 
     monkeypatch.setitem(sys.modules, forks.PLOTS, forks.NO_PLOTS)
     monkeypatch.setattr(run_logger, "write_report", noted)
-    monkeypatch.setattr(run_logger, "SHARE", 0)
+    monkeypatch.setattr(run_logger, "REPORT_PAUSE", 0)
     monkeypatch.setenv("FAULT", "os.kill(os.getpid(), 15)")
     monkeypatch.setenv("FAULT_AT", "4")  # two calls are the first evaluation
     with pytest.raises(SystemExit):

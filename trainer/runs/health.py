@@ -27,13 +27,13 @@ MOVE = re.compile(r" ?--(\w+) ([x/]?)(\d[\w.+-]*)")
 
 SCORE_START = 4  # steps at the start in which a healthy score has not yet risen much
 WINDOW = 10  # steps at the start and at the end of the run so far that are looked at
-CLEAR = 2  # standard errors of a difference: from there on it is called a rise or a fall
-ENOUGH = 64  # responses: of fewer, chance decides what a share of them is
-FAR = 20  # times the learning rate that suits the model's size, or that part of it
-TINY = 1e-9  # in the place of a spread of 0
-FEW = 8  # responses: of fewer, nothing is said
-RARE = 1e-3  # the probability of what chance is not taken for
-EQUAL = 1e-8  # the variance of scores that are all equal, up to rounding
+STANDARD_ERRORS = 2  # of a difference: beyond, it is called a rise or a fall
+ENOUGH_RESPONSES = 64  # in fewer, chance decides what a share of them is
+UNUSUAL_FACTOR = 20  # a learning rate above or below the one that suits the model by so much
+LEAST_SPREAD = 1e-9  # in the place of a spread of 0
+FEW_RESPONSES = 8  # of fewer, nothing is said
+CHANCE = 1e-3  # what is less probable is not taken for chance
+EQUAL_VARIANCE = 1e-8  # the variance of scores that are all equal, up to rounding
 NO_REWARD = 0.1  # of a reward of 1: less is taken for nothing
 SHARES = ("eval/chosen_preferred", "eval/accuracy")  # of evaluations: of the records, 0 or 1 for each
 
@@ -60,7 +60,7 @@ class History:
         self.usual: dict[str, list[float]] = {  # {flag: [the least and the most that help, a usual value]}
             **TABLE["usual"],
             **TABLE["usual_with"].get(args.get("policy_loss"), {}),
-            **{name: [rate / FAR, rate * FAR, rate] for name, rate in rates.items()},
+            **{name: [rate / UNUSUAL_FACTOR, rate * UNUSUAL_FACTOR, rate] for name, rate in rates.items()},
         }
         self.step = 0  # of the newest record
         self.since = 0  # the first step that was evaluated as it is now; earlier evaluations are left out
@@ -68,6 +68,8 @@ class History:
         self.values: defaultdict[str, list[float]] = defaultdict(list)
         self.steps: defaultdict[str, list[int]] = defaultdict(list)
         self.responses = self.get("batch_size") * self.get("processes")  # of a step; 0: not known
+        enough = math.ceil(ENOUGH_RESPONSES / (self.responses or ENOUGH_RESPONSES))
+        self.enough_steps = min(WINDOW, enough)  # in which there are ``ENOUGH_RESPONSES``
         self.equal_steps = 0  # steps in a row, up to the newest, in which all scores were equal
         self._first_steps: dict[str, int] = {}  # of conclusions that hold for some steps
 
@@ -128,8 +130,7 @@ class History:
         name, sign, limit, times, at_start, count = PART.fullmatch(part).groups()  # type: ignore[union-attr]
         if not sign:
             return (self._first_steps.get(name, self.step), 0.0) if self.get(name) else None
-        steps = min(WINDOW, math.ceil(ENOUGH / (self.responses or ENOUGH)))  # in which there are ``ENOUGH``
-        start = self.first_mean(name, max(3, steps) if at_start else steps)
+        start = self.first_mean(name, max(3, self.enough_steps) if at_start else self.enough_steps)
         bound = float(limit) * (start if times else 1)
         first = self.step
         values = [self.get(name)]
@@ -158,7 +159,7 @@ class History:
         start = self.first_mean(score, SCORE_START)
         now = fmean(values[score][-WINDOW:]) if self.step >= 2 * WINDOW and values[score] else math.nan
         error = spread_of_steps(values[score][:WINDOW]) * math.sqrt(1 / SCORE_START + 1 / WINDOW)
-        rise = (now - start) / max(error, TINY)
+        rise = (now - start) / max(error, LEAST_SPREAD)
         # What is measured without the reward: with an accuracy whose answers the reward gets, a judge is.
         accuracy = () if self.get("answers_go_to") else ("eval/accuracy",)
         independent = ("eval/chosen_preferred", *accuracy, "eval/judge")
@@ -173,7 +174,7 @@ class History:
         why = self._why_equal(score)
         self._first_steps = {"none_ended": 1, why: self.step - self.equal_steps + 1}
         self.conclusions |= {
-            "none_ended": self._none("rollout/finished") and self.step * self.responses >= FEW,
+            "none_ended": self._none("rollout/finished") and self.step * self.responses >= FEW_RESPONSES,
             **{name: name == why for name in ("all_cut", "all_wrong", "all_solved", "all_same")},
             "not_all_cut": why != "all_cut",
             "scores_differ": not why,
@@ -198,11 +199,13 @@ class History:
             "held_out_fall": self.change(metric, tested[-1], best),  # in least differences, as the next
             "held_out_loss": -trend,
             "exploited": " while the score rises: the reward is exploited"
-            if metric in independent and rise > CLEAR
+            if metric in independent and rise > STANDARD_ERRORS
             else "",
             "not_risen": not trend > 1,
             "not_judged_better": is_score or not trend > 1,
-            "not_better": rise <= CLEAR if math.isnan(trend) else trend <= 1,  # known not to have helped
+            "not_better": rise <= STANDARD_ERRORS
+            if math.isnan(trend)
+            else trend <= 1,  # known not to have helped
         }
 
     def _scores_are_equal(self) -> bool:
@@ -210,7 +213,7 @@ class History:
         the responses paid: by itself it has the variance penalty^2 * share * (1 - share)."""
         ended = self.newest("rollout/finished", 1)
         paid = self.get("missing_eos_penalty") ** 2 * ended * (1 - ended)
-        return abs(self.values["reward/score_std"][-1] ** 2 - paid) < EQUAL + 1e-5 * paid
+        return abs(self.values["reward/score_std"][-1] ** 2 - paid) < EQUAL_VARIANCE + 1e-5 * paid
 
     def _why_equal(self, score: str) -> str:
         """Why the responses of the newest steps all have the same ``score``; "" where they do not, or where
@@ -220,20 +223,22 @@ class History:
         best so far ("all_solved")."""
         values = self.values
         count = self.equal_steps * self.responses
-        if count < FEW or self.get("offline_data_path"):
+        if count < FEW_RESPONSES or self.get("offline_data_path"):
             return ""
         tested = values["eval/accuracy"]
         before = values[score][: -self.equal_steps]
         if before:
             now = values[score][-1]
-            risen = now >= max(before) and now > before[0] and self.equal_steps >= 3 and count >= ENOUGH
+            risen = (
+                now >= max(before) and now > before[0] and self.equal_steps >= 3 and count >= ENOUGH_RESPONSES
+            )
             if tested and (not tested[-1] or self.change("eval/accuracy", tested[0], tested[-1]) < -1):
                 return ""
             return "all_solved" if risen else ""
         written = values["reward/function"] + values["reward/server"]  # the user's own rewards
         if written and self._none("rollout/finished"):
             return "all_cut"
-        if count < 2 * FEW:
+        if count < 2 * FEW_RESPONSES:
             return ""
         if self.get("answers_go_to"):
             if not any(tested) and max(written, default=0.0) < NO_REWARD:
@@ -241,7 +246,7 @@ class History:
             right = tested[-1] if tested else 0.0
             if right == 1:
                 return "all_solved"
-            if right and right**count + (1 - right) ** count > RARE:  # all right or all wrong, by chance
+            if right and right**count + (1 - right) ** count > CHANCE:  # all right or all wrong, by chance
                 return ""
         return "all_same"
 
@@ -265,12 +270,12 @@ class History:
             spreads = [spread_of_steps(steps[:WINDOW]) * math.sqrt(self.responses)]
             if not any(spreads) and one != other:  # no step has shown it, and the evaluations have some
                 return math.nan
-        return CLEAR * max(spreads) * math.sqrt(2 / count)
+        return STANDARD_ERRORS * max(spreads) * math.sqrt(2 / count)
 
     def change(self, name: str, one: float, other: float) -> float:
         """How far the second of two evaluations is above the first, in least differences: beyond 1 and -1 it
         is a rise or a fall."""
-        return (other - one) / max(self.least_change(name, one, other), TINY)
+        return (other - one) / max(self.least_change(name, one, other), LEAST_SPREAD)
 
 
 # --------------------------------------------------------------------------------------- findings

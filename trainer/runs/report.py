@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from atomic_files import write_whole, writing
 from trainer.runs.base import Run
 from trainer.runs.displays import UNITS, Display, metric_names, read_rows
-from trainer.runs.health import CLEAR, Health, History, spread_of_steps
+from trainer.runs.health import STANDARD_ERRORS, Health, History, spread_of_steps
 
 DRAWN = 6  # panels of curves.png; report.html has all
 TEMPLATES = Environment(
@@ -78,7 +78,7 @@ def in_words(run: Run, history: History, state: str) -> list[str]:
     else:
         where = f"in training (first and last tenth of {len(steps)} steps)"
         change = history.ends(f"{display.group}/{short}")
-        least = CLEAR * spread_of_steps(steps) * math.sqrt(2 / max(1, len(steps) // 10))
+        least = STANDARD_ERRORS * spread_of_steps(steps) * math.sqrt(2 / max(1, len(steps) // 10))
     text = TEMPLATES.get_template("verdict.jinja2").render(
         run=run,
         state=state,
