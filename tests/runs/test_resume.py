@@ -23,7 +23,7 @@ from model.loading import load_policy
 from trainer import train_ppo
 from trainer.runs import base, checkpoints, displays
 from trainer.runs.distributed import World
-from trainer.runs.resume import RunFolder, evaluations_to_compare
+from trainer.runs.resume import RunFolder, evaluated_since
 from trainer.runs.run_logger import RunLogger
 
 RUN = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 6, "ppo_epochs": 2, "epochs": 9}
@@ -372,17 +372,18 @@ def test_no_run_folder_is_named_like_a_result(tmp_path):
 
 def test_what_evaluations_depended_on_is_known_for_the_steps_that_the_run_keeps():
     facts = {"evaluated_by": {"eval/": [[0, "a"]]}}  # of a run of before, which did not say since when
-    for first, now, by, since in (
-        (4, "a", "a", 0),
-        (5, "b", "b", 5),
-        (7, "", "b", 5),  # nothing is evaluated
-        (8, "b", "b", 5),
-        (3, "b", "b", 3),  # an older checkpoint
-        (9, "c", "c", 9),
-        (0, "b", "b", 0),
+    for first, now, since in (
+        (4, "a", 0),
+        (5, "b", 5),
+        (7, "b", 5),
+        (3, "b", 3),  # an older checkpoint
+        (9, "c", 9),
+        (9, "", 9),  # nothing is evaluated
+        (0, "b", 0),
     ):
-        facts = evaluations_to_compare(facts, now, first)
-        assert facts == {"evaluated_by": by, "evaluated_since": since}
+        facts = {"evaluated_by": now, "evaluated_since": evaluated_since(facts, now, first)}
+        assert facts["evaluated_since"] == since
+    assert evaluated_since({}, "a", 4) == 0
 
 
 def test_a_folder_in_use_is_refused_until_its_process_has_ended_though_a_worker_outlives_it(files, tmp_path):

@@ -201,24 +201,18 @@ def write_config(run: Run, folder: RunFolder) -> None:
         config |= {name: old.get(name) for name in CHOSEN if config.get(name, 0) is None}
         config["run_id"] = old["run_id"]
         first = checkpoints.step_of(folder.checkpoint) + 1 if folder.checkpoint else 0
-        facts |= evaluations_to_compare(old.get("facts", {}), facts["evaluated_by"], first)
+        facts["evaluated_since"] = evaluated_since(old.get("facts", {}), facts["evaluated_by"], first)
     folder.config = config
     folder.write_config()
 
 
-def evaluations_to_compare(before: Config, now: str, first: int) -> Config:
-    """The facts ``evaluated_by`` and ``evaluated_since`` of a run that goes on with step ``first``: what its
-    evaluations depend on, and the first step that was evaluated so.
-
-    before: its facts so far; those of older versions have no ``evaluated_since``. now: "" where nothing is
-    evaluated any more.
-    """
-    since = before.get("evaluated_since")
-    if since is None:
-        return {"evaluated_by": now, "evaluated_since": 0}
-    if now in ("", before["evaluated_by"]):
-        return {"evaluated_by": before["evaluated_by"], "evaluated_since": min(since, first)}
-    return {"evaluated_by": now, "evaluated_since": first}
+def evaluated_since(before: Config, evaluated_by: str, first: int) -> int:
+    """The fact ``evaluated_since`` of a run that goes on with step ``first``. Evaluations of earlier steps are
+    not compared with later ones, if they depend on something else. before: the facts so far; those of older
+    versions do not say it."""
+    if before.get("evaluated_by") == evaluated_by:
+        return min(before["evaluated_since"], first)
+    return first if "evaluated_since" in before else 0
 
 
 def compare_with_config(folder: Path, new: Config, flags: dict[str, Any]) -> tuple[Config, list[str]]:

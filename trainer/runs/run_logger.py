@@ -67,8 +67,7 @@ class RunLogger:
         self._trackers = Trackers(run.args, folder.path, folder.config["run_id"], first_step, self.say)
         for record in read_rows(self._files[0]):  # of a resumed run, whose findings were said
             self.health.add(record)
-        self._start = time.perf_counter()
-        self._report_due = self._start + REPORT_PAUSE  # as if writing it took a second
+        self._report_due = time.perf_counter() + REPORT_PAUSE  # as if writing it took a second
 
     def show(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
         """Show what a step has learned, before it is evaluated and logged: in the progress bar and, every
