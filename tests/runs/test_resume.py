@@ -366,7 +366,7 @@ def test_no_run_folder_is_named_like_a_result(tmp_path):
         shutil.rmtree(folder.path)
     result = tmp_path / "model"
     given = [tmp_path, "model", "", "run", [result.with_suffix(".pth"), result]]
-    tiny.refused("model: would be the folder of the run and of its result", RunFolder, *given)
+    tiny.refused("model: is a run folder", RunFolder, *given)
     assert not result.exists()
 
 

@@ -65,7 +65,7 @@ class RunFolder:
     ) -> None:
         """kind: begins the names of runs without one: <kind>_<n>, n one above the highest number so far;
         outputs: of the run. Raises InputError, having changed nothing, if the folder holds a run that is not
-        to be resumed, is in use or has damaged checkpoints only, or if an output would replace a run."""
+        to be resumed, is in use, has damaged checkpoints only, or is one of the outputs."""
         self.config: Config = {}
         named = bool(run_name or resume)
         with writing(f"--out_dir {out_dir}"):
@@ -73,8 +73,8 @@ class RunFolder:
                 self.path, found = choose(Path(out_dir), run_name, resume, kind)
                 if self.path.resolve() in [output.resolve() for output in outputs]:
                     raise InputError(
-                        f"{self.path}: would be the folder of the run and of its result; change --run_name, "
-                        "--out_dir or --hf_dir, whichever names it"
+                        f"{self.path}: is a run folder, and the result would replace its config.json; "
+                        "change --run_name, --out_dir or --hf_dir, whichever names it"
                     )
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 try:
@@ -207,9 +207,9 @@ def write_config(run: Run, folder: RunFolder) -> None:
 
 
 def evaluated_since(before: Config, evaluated_by: str, first: int) -> int:
-    """The fact ``evaluated_since`` of a run that goes on with step ``first``. Evaluations of earlier steps are
-    not compared with later ones, if they depend on something else. before: the facts so far; those of older
-    versions do not say it."""
+    """The fact ``evaluated_since`` of a run that goes on with step ``first``: where evaluations depend on
+    something else than before, those of earlier steps are not compared with them. before: the facts so far;
+    those of older versions do not say it."""
     if before.get("evaluated_by") == evaluated_by:
         return min(before["evaluated_since"], first)
     return first if "evaluated_since" in before else 0
