@@ -130,12 +130,14 @@ def damage(path: Path) -> str:
     """What is wrong with a checkpoint's files, in a few words; '' if all match their checksums. One that was
     being deleted when its process was killed is damaged too."""
     try:
-        lines = (path / SUMS).read_text("utf-8", "replace").splitlines()
-        wrong = {*lines} ^ {*_checksums(path)}
+        listed = (path / SUMS).read_text("utf-8", "replace").splitlines()
+        found = list(_checksums(path))
     except OSError as error:
         return first_line(error)
-    named = [line[66:] for line in sorted(wrong) if line[66:] and line.isprintable()]
-    return f"{[*named, SUMS][0]} is damaged" if wrong else ""
+    for line in found:
+        if line not in listed:
+            return f"{line.split()[-1]} is damaged"
+    return "" if len(found) == len(listed) else f"{SUMS} lists other files"
 
 
 def step_of(path: Path) -> int:
