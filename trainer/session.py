@@ -164,8 +164,7 @@ def start_or_resume(run: Run, start: Start) -> Logger:
         if world.is_main:
             folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder, run.outputs)
             write_config(run, folder)
-    run.folder = world.from_main(folder.path if folder else Path())
-    checkpoint = world.from_main(folder and folder.checkpoint)
+    run.folder, checkpoint = world.from_main((folder.path, folder.checkpoint) if folder else (Path(), None))
     logger: Logger = NullLogger()
     with world.all_or_none():
         if checkpoint:
