@@ -105,7 +105,7 @@ HAND_WRITTEN = {
     "trainer/models.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
     "trainer/run.py": [
         ("{self.held_out.fingerprint} ", "", "tests/test_best.py"),
-        (" {self.judged_by}", "", "tests/test_best.py"),
+        (" {self.eval_reward_hash}", "", "tests/test_best.py"),
     ],
     "trainer/rewards/combine.py": [
         (

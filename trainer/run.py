@@ -4,7 +4,7 @@ train_ppo.py trains it. The models, and why the reference never changes: models.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from trainer.inputs import (
 )
 from trainer.memory_plan import Case, Sizes, check_memory
 from trainer.models import Models, critic_start
-from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_best
+from trainer.options.best import WEIGHTS, Best, first_best, restored
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
 from trainer.options.missing_eos import choose_penalty
@@ -78,7 +78,7 @@ from trainer.rewards.reward_function import (
 from trainer.rewards.reward_models import models_hash
 from trainer.rollout import RolloutEngine, with_sampled_space
 from trainer.runs import displays
-from trainer.runs.base import Progress, Run
+from trainer.runs.base import Progress, Run, Say
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import Updater
@@ -153,7 +153,7 @@ class PpoRun(Run):
         # Until they are sharded, reward models are in main memory: a whole one need not fit on a GPU.
         place = torch.device("cpu") if self.shards_rewards else world.device
         load_models(self.judge, args, place, self.dtype)
-        self.judged_by = code_hash(args.eval_reward_fn) + models_hash(self.judge.models)
+        self.eval_reward_hash = code_hash(args.eval_reward_fn) + models_hash(self.judge.models)
         load_models(self.reward, args, place, self.dtype)
         if world.is_main and self.reward.models:
             self._reward_hash = models_hash(self.reward.models)  # before the models are rounded
@@ -350,7 +350,7 @@ class PpoRun(Run):
             names.append(f"pass@{args.num_generations}")
         if self.held_out_pairs:
             names.append("chosen_preferred")
-        source = f"{self.held_out.fingerprint} {code_hash(args.reward_fn)} {self.judged_by}"
+        source = f"{self.held_out.fingerprint} {code_hash(args.reward_fn)} {self.eval_reward_hash}"
         return first_best(args.best_metric, names, source)
 
     @property
@@ -377,7 +377,7 @@ class PpoRun(Run):
         with self.models.host.on_device(*modules_of(reward)):
             return reward.raw_scores(request)
 
-    def begin(self, logger: Any) -> None:
+    def begin(self, say: Say, keep_choice: Callable[[str, float], object]) -> None:
         """Choose --missing_eos_penalty where it is not given (options/missing_eos.py)."""
         if self.reward.missing_eos_penalty is not None:
             return
@@ -387,8 +387,8 @@ class PpoRun(Run):
         )
         self.reward.missing_eos_penalty = penalty
         with self.world.all_or_none():  # the disk may be full
-            logger.keep_choice("missing_eos_penalty", penalty)
-        logger.say(line)
+            keep_choice("missing_eos_penalty", penalty)
+        say(line)
 
     def evaluate(self) -> StepLog:
         return self.evaluation() if self.evaluation else ({}, {})
@@ -494,46 +494,27 @@ class PpoRun(Run):
 
     # --------------------------------------------------------------------------------- what is saved
 
-    def save_result(self, logger: Any) -> None:
+    def save_result(self, say: Say) -> None:
         """Write the actor as a ``.pth`` and the folder beside it, and its average into the run folder."""
-        self.save_actor(self.result_path, logger)
+        self.save_actor(self.result_path, say)
         if self.ema.batches:
             with self.ema.in_place():
-                self.save_actor(self.folder / AVERAGE, logger)
+                self.save_actor(self.folder / AVERAGE, say)
 
-    def save_actor(self, path: Path, logger: Any) -> None:
+    def save_actor(self, path: Path, say: Say) -> None:
         """Write the actor as ``path`` and the folder beside it. All processes call it: of a sharded actor
         each has a part."""
         main = self.world.is_main
         state = whole_state(self.models.actor, keep=main)
         if main:
-            dtype = self.save_dtype.choose(path, state, logger.say)
+            dtype = self.save_dtype.choose(path, state, say)
             save_policy(self.models.actor, self.tokenizer, path, dtype, state)
 
-    def keep_best(self, metrics: dict[str, float], logger: Any) -> None:
-        """If a step's evaluation is the best so far, write the actor's weights into the run folder.
+    def keep_best(self, metrics: dict[str, float], say: Say) -> None:
+        self.best = self.best.updated(metrics, self, partial(self.save_actor, say=say))
 
-        All processes must call it, after the step was logged and before its checkpoint. Raises InputError
-        where the disk is full or a weight is not finite in --save_dtype; then a resumed run evaluates this
-        step again.
-        """
-        better = self.best.beaten_by(metrics, self.progress.step)
-        if not better:
-            return
-        # The weights before the first step are those of --model.
-        with self.world.all_or_none():
-            if better.step:
-                self.save_actor(self.folder / WEIGHTS, logger)
-            if self.world.is_main:
-                write_best(self.folder, better)
-        self.best = better
-
-    def restore_best(self, logger: Any) -> None:
-        """The best of a resumed run is that of its folder."""
-        with self.world.all_or_none():
-            if self.world.is_main:  # another machine's folder may have only the checkpoint
-                self.best = best_so_far(self.folder, self.best, logger.say)
-        self.best = self.world.from_main(self.best)
+    def restore_best(self, say: Say) -> None:
+        self.best = restored(self.best, self, say)
 
     def best_note(self) -> str:
         return self.best.describe(WEIGHTS, self.progress.step)

@@ -257,7 +257,7 @@ from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
 from trainer.runs.optimizer_step import GradientSource, Step, Updater
-from trainer.session import Session
+from trainer.session import open_session
 from trainer.step_metrics import batch_metrics, rows_of_step, step_metrics
 
 
@@ -574,7 +574,7 @@ def update(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with Session(PpoRun, parse_args(argv)) as session:  # a new run, or one as its checkpoint left it
+    with open_session(PpoRun, parse_args(argv)) as session:  # a new run, or one as its checkpoint left it
         run = session.run
         world = session.world
         args = run.args

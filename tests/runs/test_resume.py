@@ -23,7 +23,7 @@ from model.loading import load_policy
 from trainer import train_ppo
 from trainer.runs import base, checkpoints, displays
 from trainer.runs.distributed import World
-from trainer.runs.resume import RunFolder, sources_so_far
+from trainer.runs.resume import RunFolder, evaluated_since
 from trainer.runs.run_logger import RunLogger
 
 RUN = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 6, "ppo_epochs": 2, "epochs": 9}
@@ -355,46 +355,35 @@ def test_runs_that_begin_together_get_folders_of_their_own_and_keep_them(files, 
     refused([*argv, "--resume", "auto"], r"config\.json does not fit: FileNotFoundError")
 
 
-def test_no_run_folder_is_named_like_a_result_and_it_goes_only_where_it_holds_nothing_else(tmp_path):
-    """``--resume auto`` takes the run folder of the highest number: it must never be a model's folder.
-    One with an evaluation, a tracker's folder or a file of the user stays, and one that was there before."""
+def test_no_run_folder_is_named_like_a_result(tmp_path):
+    """``--resume auto`` takes the run folder of the highest number: it must never be a model's folder."""
     for result in ("ppo_actor_512", "full_sft_512", "reward_512"):
         (tmp_path / result).mkdir()
     for display in (displays.PPO, displays.SFT, displays.PAIRS, displays.RATINGS):
-        for file in ("metrics.jsonl", "tensorboard", "a.txt", ""):
-            folder = RunFolder(tmp_path, file, "", display.folder)
-            (folder.path / "config.json").write_text("{}")
-            (folder.path / "samples.jsonl").write_text("")
-            if file:
-                (folder.path / file).write_text('{"step": 0, "eval/score": 1.0}\n')
-            assert folder.path.name == (file or f"{display.folder}_1")
-            assert folder.remove_if_unused() is not bool(file), file
-            folder.close()
-            shutil.rmtree(folder.path, ignore_errors=True)
-    (tmp_path / "before").mkdir()
-    assert not RunFolder(tmp_path, "before", "").remove_if_unused()
-    before = tmp_path / "before"
-    given = tmp_path, "b", "", "run", [before, before / "config.json"]
-    RunFolder(*given)  # a start that was refused has left a lock there
-    (before / "config.json").write_text('{"run_id": "ab"}')
-    tiny.refused("before: is a run folder", RunFolder, *given)
+        folder = RunFolder(tmp_path, "", "", display.folder)
+        assert folder.path.name == f"{display.folder}_1"
+        folder.close()
+        shutil.rmtree(folder.path)
+    result = tmp_path / "model"
+    given = [tmp_path, "model", "", "run", [result.with_suffix(".pth"), result]]
+    tiny.refused("model: is a run folder", RunFolder, *given)
+    assert not result.exists()
 
 
 def test_what_evaluations_depended_on_is_known_for_the_steps_that_the_run_keeps():
-    found = []
-    for first, now, wanted in (
-        (4, "a", [[0, "a"]]),  # a run of before, which did not say it
-        (5, "b", [[0, "a"], [5, "b"]]),
-        (5, "a", [[0, "a"]]),  # b's run was killed before its first checkpoint
-        (5, "b", [[0, "a"], [5, "b"]]),
-        (7, "", [[0, "a"], [5, "b"]]),  # nothing is evaluated
-        (8, "b", [[0, "a"], [5, "b"]]),
-        (9, "c", [[0, "a"], [5, "b"], [9, "c"]]),
-        (3, "a", [[0, "a"]]),  # an older checkpoint
-        (0, "b", [[0, "b"]]),
+    facts = {"evaluated_by": {"eval/": [[0, "a"]]}}  # of a run of before, which did not say since when
+    for first, now, since in (
+        (4, "a", 0),
+        (5, "b", 5),
+        (7, "b", 5),
+        (3, "b", 3),  # an older checkpoint
+        (9, "c", 9),
+        (9, "", 9),  # nothing is evaluated
+        (0, "b", 0),
     ):
-        found = sources_so_far(found, now, first)
-        assert found == wanted
+        facts = {"evaluated_by": now, "evaluated_since": evaluated_since(facts, now, first)}
+        assert facts["evaluated_since"] == since
+    assert evaluated_since({}, "a", 4) == 0
 
 
 def test_a_folder_in_use_is_refused_until_its_process_has_ended_though_a_worker_outlives_it(files, tmp_path):

@@ -191,7 +191,7 @@ class AdamWInHalf(AdamW):
         for number, (p, group) in enumerate(trained):
             if p.grad is None:
                 continue
-            state = moments_of(self, p)
+            state = optimizer_state(self, p)
             state["step"] += 1
             step = int(state["step"])
             rate = group["lr"]
@@ -215,9 +215,9 @@ class AdamWInHalf(AdamW):
                 second.copy_(rounded_at_random(v, bits[: len(v)]))
 
 
-def moments_of(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """What an optimizer of ``make_optimizer`` keeps of a parameter: zeros before its first step. The step of
-    ``AdamWInHalf`` is on the CPU, so that reading it waits for no GPU."""
+def optimizer_state(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """The optimizer state of a parameter, for an optimizer of ``make_optimizer``: zeros before the first
+    step. The step of ``AdamWInHalf`` is on the CPU, so that reading it waits for no GPU."""
     state: dict[str, Tensor] = optimizer.state[p]
     if not state:
         half = isinstance(optimizer, AdamWInHalf)

@@ -29,8 +29,8 @@ from trainer.runs.report import write_report
 from trainer.runs.resume import RunFolder
 from trainer.runs.trackers import Trackers
 
-LINES = 100  # that a run prints at least, if it has so many steps, where --log_interval is 0
-SHARE = 100  # so writing report.html takes at most 1 % of a run
+MIN_LINES = 100  # that a run prints at least, if it has so many steps, where --log_interval is 0
+REPORT_PAUSE = 100  # times what writing report.html took: so it takes at most 1 % of a run
 
 
 class NullLogger:
@@ -53,7 +53,7 @@ class RunLogger:
         first_step = run.progress.step
         self.run = run
         self.folder = folder
-        self.log_interval = run.args.log_interval or max(1, run.total_steps // LINES)
+        self.log_interval = run.args.log_interval or max(1, run.total_steps // MIN_LINES)
         self._files = [folder.path / name for name in ("metrics.jsonl", *run.display.samples)]
         for path in self._files:
             # So a resumed run does not repeat a step, and an incomplete last line is removed.
@@ -65,10 +65,9 @@ class RunLogger:
             total=run.total_steps, initial=first_step, desc=run.display.title, unit="step", disable=None
         )
         self._trackers = Trackers(run.args, folder.path, folder.config["run_id"], first_step, self.say)
-        for record in read_rows(self._files[0]):  # of a resumed run
+        for record in read_rows(self._files[0]):  # of a resumed run, whose findings were said
             self.health.add(record)
-        self._start = time.perf_counter()
-        self._report_due = self._start + SHARE  # as if writing it took a second
+        self._report_due = time.perf_counter() + REPORT_PAUSE  # as if writing it took a second
 
     def show(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
         """Show what a step has learned, before it is evaluated and logged: in the progress bar and, every
@@ -151,9 +150,7 @@ class RunLogger:
                 sync(path)
 
     def stopped(self) -> None:
-        """Say where a run that stopped before its end can be seen, and the command that resumes it.
-
-        A run that has learned nothing leaves no folder, unless there was one or it holds an evaluation."""
+        """Say where a run that stopped before its end can be seen, and the command that resumes it."""
         self._bar.close()
         saved = list_checkpoints(self.folder.path)
         if saved:
@@ -161,8 +158,8 @@ class RunLogger:
         if self.run.progress.step:
             with contextlib.suppress(ValueError):  # a full disk: the error that ended the run says so
                 self._conclude("stopped")
-        elif self.folder.remove_if_unused():
-            self.say(f"nothing was learned, so {self.folder.path} was removed: start again without --resume")
+        else:
+            self.say(f"nothing was learned: add --resume auto to go on in {self.folder.path}, or delete it")
 
     def summary(self) -> None:
         """Write summary.md, report.html and curves.png; print the summary, files, time, memory."""
@@ -194,7 +191,7 @@ class RunLogger:
                 "on the project's issue page"
             )
         end = time.perf_counter()
-        self._report_due = end + SHARE * (end - start)
+        self._report_due = end + REPORT_PAUSE * (end - start)
         return text
 
     def finish(self) -> None:
