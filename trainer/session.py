@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dataset.data_order import global_batch
-from errors import InputError
+from errors import Agreed, InputError
 from progress_bar import Start
 from trainer.compute.threads import sleep_when_busy
 from trainer.flags import Flags
@@ -65,11 +65,11 @@ class Session(Generic[AnyRun]):
 
     @contextmanager
     def nothing_learned(self) -> Iterator[None]:
-        """In this block nothing is learned. On an InputError, of a record or a reward, the run is saved as
-        the step before has left it."""
+        """In this block nothing is learned. Where a record or a reward is wrong, which ends all processes, the
+        run is saved as the step before has left it."""
         try:
             yield
-        except InputError:
+        except Agreed:
             self._save()
             raise
 

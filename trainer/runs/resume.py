@@ -65,17 +65,20 @@ class RunFolder:
     ) -> None:
         """kind: begins the names of runs without one: <kind>_<n>, n one above the highest number so far;
         outputs: of the run. Raises InputError, having changed nothing, if the folder holds a run that is not
-        to be resumed, is in use, has damaged checkpoints only, or is one of the outputs."""
+        to be resumed, is in use or has damaged checkpoints only, or if an output would replace a run."""
         self.config: Config = {}
         named = bool(run_name or resume)
         with writing(f"--out_dir {out_dir}"):
             while True:
                 self.path, found = choose(Path(out_dir), run_name, resume, kind)
-                if self.path.resolve() in [output.resolve() for output in outputs]:
-                    raise InputError(
-                        f"{self.path}: is a run folder, and the result would replace its config.json; "
-                        "change --run_name, --out_dir or --hf_dir, whichever names it"
-                    )
+                for output in outputs:
+                    held = output / "config.json"
+                    of_run = held.is_file() and '"run_id"' in held.read_text("utf-8")
+                    if of_run or output.resolve() == self.path.resolve():
+                        raise InputError(
+                            f"{output}: is a run folder, and the result would replace its config.json; "
+                            "change --run_name, --out_dir or --hf_dir, whichever names it"
+                        )
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     self.path.mkdir(exist_ok=named)
