@@ -65,8 +65,8 @@ class Session(Generic[AnyRun]):
 
     @contextmanager
     def nothing_learned(self) -> Iterator[None]:
-        """In this block nothing is learned. Where a record or a reward is wrong, which ends all processes, the
-        run is saved as the step before has left it."""
+        """In this block nothing is learned. Where a record or a reward is wrong, which ends all processes,
+        the run is saved as the step before has left it."""
         try:
             yield
         except Agreed:

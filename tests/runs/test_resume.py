@@ -355,19 +355,29 @@ def test_runs_that_begin_together_get_folders_of_their_own_and_keep_them(files, 
     refused([*argv, "--resume", "auto"], r"config\.json does not fit: FileNotFoundError")
 
 
-def test_no_run_folder_is_named_like_a_result(tmp_path):
-    """``--resume auto`` takes the run folder of the highest number: it must never be a model's folder."""
+def test_no_run_folder_is_named_like_a_result_and_it_goes_only_where_it_holds_nothing_else(tmp_path):
+    """``--resume auto`` takes the run folder of the highest number: it must never be a model's folder.
+    One with an evaluation, a tracker's folder or a file of the user stays, and one that was there before."""
     for result in ("ppo_actor_512", "full_sft_512", "reward_512"):
         (tmp_path / result).mkdir()
     for display in (displays.PPO, displays.SFT, displays.PAIRS, displays.RATINGS):
-        folder = RunFolder(tmp_path, "", "", display.folder)
-        assert folder.path.name == f"{display.folder}_1"
-        folder.close()
-        shutil.rmtree(folder.path)
-    result = tmp_path / "model"
-    given = [tmp_path, "model", "", "run", [result.with_suffix(".pth"), result]]
-    tiny.refused("model: is a run folder", RunFolder, *given)
-    assert not result.exists()
+        for file in ("metrics.jsonl", "tensorboard", "a.txt", ""):
+            folder = RunFolder(tmp_path, file, "", display.folder)
+            (folder.path / "config.json").write_text("{}")
+            (folder.path / "samples.jsonl").write_text("")
+            if file:
+                (folder.path / file).write_text('{"step": 0, "eval/score": 1.0}\n')
+            assert folder.path.name == (file or f"{display.folder}_1")
+            assert folder.remove_if_unused() is not bool(file), file
+            folder.close()
+            shutil.rmtree(folder.path, ignore_errors=True)
+    (tmp_path / "before").mkdir()
+    assert not RunFolder(tmp_path, "before", "").remove_if_unused()
+    before = tmp_path / "before"
+    given = tmp_path, "b", "", "run", [before, before / "config.json"]
+    RunFolder(*given)  # a start that was refused has left a lock there
+    (before / "config.json").write_text('{"run_id": "ab"}')
+    tiny.refused("before: is a run folder", RunFolder, *given)
 
 
 def test_what_evaluations_depended_on_is_known_for_the_steps_that_the_run_keeps():

@@ -346,19 +346,21 @@ def fail_at_once(files, out_dir, monkeypatch, call=1, **more):
     monkeypatch.delenv("FAULT_AT")
 
 
-def test_a_run_that_has_learned_nothing_leaves_the_result_of_an_earlier_one_and_goes_on(
-    files, tmp_path, monkeypatch, capsys
-):
+def test_a_run_that_has_learned_nothing_leaves_no_new_folder(files, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     out.mkdir()
     result = out / "ppo_actor_32.pth"
     result.write_bytes(b"of an earlier run")
-    fail_at_once(files, out, monkeypatch, critic_warmup_steps=0)
-    assert result.read_bytes() == b"of an earlier run"
-    said = capsys.readouterr().out
-    assert f"nothing was learned: add --resume auto to go on in {out / 'run_1'}, or delete it" in said
+    fail_at_once(files, out, monkeypatch)
+    assert [path.read_bytes() for path in out.iterdir()] == [b"of an earlier run"]
+    assert f"nothing was learned, so {out / 'run_1'} was removed" in capsys.readouterr().out
+    fail_at_once(files, out, monkeypatch, resume="auto")
+    assert list(out.iterdir()) == [result]
     fail_at_once(files, out, monkeypatch, call=2, critic_warmup_steps=0, resume="auto")
     said = capsys.readouterr().out
     assert f"note: --resume: no checkpoint in {out / 'run_1'}, so it begins at step 1\n" in said
-    assert (out / "run_1" / "checkpoints" / "step_1").exists()
+    assert (out / "run_1" / "checkpoints" / "step_1").exists()  # the number was free
     assert "The run was stopped, after step 1 of 4." in (out / "run_1" / "summary.md").read_text()
+    (tmp_path / "mine").mkdir()
+    fail_at_once(files, tmp_path, monkeypatch, run_name="mine")
+    assert (tmp_path / "mine" / "config.json").exists()

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,6 +80,7 @@ class RunFolder:
                             f"{output}: is a run folder, and the result would replace its config.json; "
                             "change --run_name, --out_dir or --hf_dir, whichever names it"
                         )
+                self._found = self.path.exists()  # and not made by this run
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     self.path.mkdir(exist_ok=named)
@@ -98,6 +100,16 @@ class RunFolder:
         path = self.path / "config.json"
         with writing(path):
             write_whole(path, json.dumps(self.config, indent=2))
+
+    def remove_if_unused(self) -> bool:
+        """Remove the folder of a run that has learned nothing -> whether it is gone, and its number free
+        again. It stays if it was there before this run, or holds more than the line of a step 0 that was not
+        evaluated, such as a file of a tracker or the user."""
+        own = ("config.json", OWNER, LOCK)
+        others = [path for path in self.path.iterdir() if path.name not in own]
+        if not self._found and sum(path.stat().st_size for path in others) <= len('{"step": 0}\n'):
+            shutil.rmtree(self.path, ignore_errors=True)
+        return not self.path.exists()
 
     def close(self) -> None:
         self._held.release()

@@ -150,7 +150,9 @@ class RunLogger:
                 sync(path)
 
     def stopped(self) -> None:
-        """Say where a run that stopped before its end can be seen, and the command that resumes it."""
+        """Say where a run that stopped before its end can be seen, and the command that resumes it.
+
+        A run that has learned nothing leaves no folder, unless there was one or it holds an evaluation."""
         self._bar.close()
         saved = list_checkpoints(self.folder.path)
         if saved:
@@ -158,8 +160,8 @@ class RunLogger:
         if self.run.progress.step:
             with contextlib.suppress(ValueError):  # a full disk: the error that ended the run says so
                 self._conclude("stopped")
-        else:
-            self.say(f"nothing was learned: add --resume auto to go on in {self.folder.path}, or delete it")
+        elif self.folder.remove_if_unused():
+            self.say(f"nothing was learned, so {self.folder.path} was removed: start again without --resume")
 
     def summary(self) -> None:
         """Write summary.md, report.html and curves.png; print the summary, files, time, memory."""
