@@ -21,7 +21,7 @@ from common import QWEN_VOCABULARY, RESULTS, SIZES, read, table, write_results
 from plan_check import CASES, measure, run_case
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from trainer.compute.batching import tokens_per_pass
+from trainer.compute.batching import tokens_per_forward
 from trainer.generation.kv_cache import bytes_per_token
 from trainer.memory_plan import GB, LOADING, USABLE, Case, Sizes, fitted_plan, memory_plan
 from trainer.train_ppo import parse_args
@@ -167,7 +167,7 @@ def sent(case, small, passes, updates):
     if not args.shard:  # each optimizer step sums all gradients: a reduce-scatter and a gather
         return models * updates * 2 * share * 4 * trained
     gathered = share * (small * (actor.all - actor.table) + 4 * actor.table)
-    scoring = ceil(args.batch_size * (args.max_seq_len + args.max_gen_len) / tokens_per_pass(GPU))
+    scoring = ceil(args.batch_size * (args.max_seq_len + args.max_gen_len) / tokens_per_forward(GPU))
     gathers = 2 * passes * models + scoring * (
         1 + models
     )  # forward and backward; old actor, reference, critic

@@ -86,7 +86,7 @@ def begin():
     torch.sim.get_amp_supported_dtype = list
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied, as on real devices
     batching.NO_FP64 = "sim"
-    for table in (logprobs.CHUNK, logprobs.MAX_KEPT, memory_plan.USABLE):
+    for table in (logprobs.LOGITS_PER_CHUNK, logprobs.MAX_KEPT, memory_plan.USABLE):
         table["sim"] = table["mps"]
 
 

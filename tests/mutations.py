@@ -85,7 +85,7 @@ NAMES |= {wrong: right for right, wrong in NAMES.items()}
 NAMES |= {"repeat_interleave": "repeat"}
 # Arguments that no test of one process on a CPU can miss, and safeguards.
 LEFT_ALONE = ("device", "non_blocking", "pin_memory", "strict", "stacklevel", "use_cache", "attention_mask")
-LEFT_ALONE += ("in_step",)
+LEFT_ALONE += ("shard_group",)
 
 
 class Fault(NamedTuple):

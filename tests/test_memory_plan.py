@@ -13,7 +13,7 @@ from errors import InputError
 from trainer import memory_plan as plans
 from trainer import run as ppo_run
 from trainer import train_ppo
-from trainer.compute.batching import tokens_per_pass
+from trainer.compute.batching import tokens_per_forward
 from trainer.memory_plan import GB, Case, Sizes, check_loading, check_memory, memory_plan
 from trainer.rollout import RolloutEngine
 
@@ -57,7 +57,7 @@ def case_of(*argv, model=None, start=None, rewards=(), device=CPU, dtype=BF16, s
 
 def planned(*argv, budget=0, release_cache=False, **more):
     case = case_of(*argv, **more)
-    return memory_plan(case, budget or tokens_per_pass(case.device), release_cache)
+    return memory_plan(case, budget or tokens_per_forward(case.device), release_cache)
 
 
 def standing(*argv, **more):
@@ -204,8 +204,8 @@ def test_keys_and_values_are_released_only_where_memory_is_short(monkeypatch):
 def test_processes_plan_with_what_the_one_with_least_memory_has(monkeypatch):
     monkeypatch.setattr(plans, "free_memory", lambda device: 3 * GB)
     asked = []
-    in_step = Namespace(least=lambda number: asked.append(number) or 2 * GB)
-    assert "of the 2.0 GB that cpu can give" in check_memory(case_of(), in_step)[1]
+    shard_group = Namespace(least=lambda number: asked.append(number) or 2 * GB)
+    assert "of the 2.0 GB that cpu can give" in check_memory(case_of(), shard_group)[1]
     assert asked == [pytest.approx(0.95 * 3 * GB - plans.LATER, rel=1e-3)] and plans.LATER > 0
 
 
@@ -251,7 +251,7 @@ def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path
 def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_path):
     counted = []
 
-    def noted(case, in_step):
+    def noted(case, shard_group):
         counted.append((len(case.rewards), case.responses))
         assert case.width < 30  # as long as the prompts are, whatever the limit
         raise InputError("enough")

@@ -158,7 +158,12 @@ def few_layers(model: nn.Module) -> Iterator[None]:
         yield
         return
     [(module, name, layers)] = places
-    kinds = [_kind(layer, number, config) for number, layer in enumerate(layers)]
+    # What tells layers apart: their modules, with the sizes that these show, and lists in the config.
+    listed = [x for x in vars(config).values() if isinstance(x, list) and len(x) == before]
+    kinds = [
+        (repr(layer), [type(part) for part in layer.modules()], [x[number] for x in listed])
+        for number, layer in enumerate(layers)
+    ]
     count = max(LEAST_LAYERS, *(kinds.index(kind) + 1 for kind in kinds))
     try:
         setattr(module, name, layers[:count])
@@ -167,19 +172,3 @@ def few_layers(model: nn.Module) -> Iterator[None]:
     finally:
         setattr(module, name, layers)
         config.num_hidden_layers = before
-
-
-def _kind(layer, number, config):
-    """What tells layers apart, besides their numbers and their weights: modules, settings, shapes, and what
-    the config says of each layer."""
-    said = [x[number] for x in vars(config).values() if isinstance(x, list) and number < len(x)]
-    parts: list[object] = [repr(said)]
-    for name, module in layer.named_modules():
-        settings = [
-            (key, value)
-            for key, value in vars(module).items()
-            if isinstance(value, str | int | float | None) and key not in ("layer_idx", "layer_id")
-        ]
-        shapes = [(key, p.shape) for key, p in module.named_parameters(recurse=False)]
-        parts.append((name, type(module), settings, shapes))
-    return parts

@@ -20,36 +20,29 @@ from trainer.compute.precision import fast_dtype
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 1024  # numbers that one program of a pointwise kernel computes; of a kernel with rows, at least
 PARTS = 512  # of how many partial sums a sum over all rows is made
-LANES = 2048  # numbers of a row that a program reads at a time where a row is a vocabulary
+LOGITS_BLOCK = 2048  # logits of a row that a program reads at a time
 
 
 def check(device: str = "cuda") -> None:
-    """Run every kernel once, small, in the dtype of mixed precision, so that no run meets one in its middle
-    that cannot work on this GPU. Raises whatever Triton raises, and RuntimeError where attention gives wrong
-    numbers: products of matrices are compiled in ways that differ between GPUs."""
+    """Run the kernels of logits and of decoding once, small, in the dtype of mixed precision, so that no run
+    meets one in its middle that cannot work on this GPU (``fuse_layers`` tries those of layers). Raises
+    whatever Triton raises, and RuntimeError where attention gives wrong numbers: products of matrices are
+    compiled in ways that differ between GPUs."""
     dtype = fast_dtype("auto", torch.device(device))
     x = torch.linspace(-2, 2, 64, device=device).view(2, 32)
     half = x.to(dtype)
-    joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
+    qkv = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens
     each = x[:, 0].contiguous()  # all may write to it, x and half: only the result of attention is looked at
     ids = x.new_zeros(2, dtype=torch.int64)
-    parts = x.new_empty(PARTS, 32)
-    over_rows("rms_norm", x, half, x[1], x, half, each, 1e-6)
-    over_rows("rms_norm_backward", x, x[1], each, half, x, x, half, parts)
-    over_rows("rotate", half, half, half, half, 1, 1.0)
-    over_rows("silu_mul", half, half, half, 32)
-    over_rows("silu_mul_backward", half, half, half, half, half)
     token_logprobs(x, ids, 1.0, each, each, each)
     over_rows("token_logprobs_backward", x, ids, each, each, each, each, half, 1.0)
     keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
     values = keys.flip(2)
     cos = torch.ones_like(half)
     sin = torch.zeros_like(half)
-    query = joint[:, None, :1]
+    query = qkv[:, None, :1]
     found = torch.empty_like(query)
-    decode_attention(
-        2, 1, 1, 32, 20, 20, 0.2, 0.0, joint, cos, sin, None, None, ids + 19, keys, values, found
-    )
+    decode_attention(2, 1, 1, 32, 20, 20, 0.2, 0.0, qkv, cos, sin, None, None, ids + 19, keys, values, found)
     # The new keys and values are in the cache from here on.
     wanted = F.scaled_dot_product_attention(query.float(), keys.float(), values.float(), scale=0.2)
     if not (found - wanted).abs().max() < 0.03:
@@ -84,34 +77,34 @@ def over_rows(name: str, x: Tensor, *arguments: Any) -> None:
 
 
 def lanes() -> None:
-    """None: keys lie in the cache as values do, and not in blocks (cpu/kernels.py)."""
+    """None: keys lie in the cache as values do, not in blocks as a CPU's (cpu/kernels.py)."""
 
 
 def decode_attention(
     n: int,
     heads: int,
-    groups: int,
+    kv_heads: int,
     dim: int,
     width: int,
     window: int,
     scale: float,
     eps: float,
-    joint: Tensor,
+    qkv: Tensor,
     *tensors: Tensor | None,
 ) -> None:
     """Attention of new tokens over a cache: sizes and tensors as ``KVCache.attend`` passes them."""
-    shared = heads // groups
+    shared = heads // kv_heads
     d = max(16, triton.next_power_of_2(dim))
     # 8 KiB of keys at once. Before the A100, Triton computes products without tensor cores. That needs
     # registers, so columns are few.
-    columns = max(16, min(64, 8192 // (d * joint.element_size())))
+    columns = max(16, min(64, 8192 // (d * qkv.element_size())))
     number = 4
-    if not _multiplies_in_tensor_cores(joint.device):
+    if not _multiplies_in_tensor_cores(qkv.device):
         columns = 16
         number = 8
     launch(
-        triton_kernels.decode_attention, (n, groups),
-        joint, *tensors, dim, width, window, scale, eps,
+        triton_kernels.decode_attention, (n, kv_heads),
+        qkv, *tensors, dim, width, window, scale, eps,
         SHARED=shared, ROWS=max(16, triton.next_power_of_2(shared)), D=d, COLUMNS=columns,
         num_warps=number, num_stages=3,
     )  # fmt: skip
@@ -128,7 +121,7 @@ def token_logprobs(
     """From logits [n, V] in fp32 write the log-probs of the targets [n], the entropies, and log sum e^(logits
     / temperature), which the gradient needs; each is [n]."""
     n, size = logits.shape
-    block = min(LANES, triton.next_power_of_2(size))
+    block = min(LOGITS_BLOCK, triton.next_power_of_2(size))
     launch(
         triton_kernels.token_logprobs, (n,),
         logits, targets, logprobs, entropy, total, size, 1 / temperature,

@@ -139,16 +139,16 @@ def decode_attention(
     dim, width, window, scale, eps,
     SHARED: constexpr, ROWS: constexpr, D: constexpr, COLUMNS: constexpr,
 ):  # fmt: skip
-    """Attention of n queries, each at its position of its row of the cache. Grid: (n, groups)
+    """Attention of n queries, each at its position of its row of the cache. Grid: (n, kv_heads)
 
-    query [n, heads + 2 groups, dim]: queries, then the keys and values of the new tokens. Queries and keys
-    are normed and rotated, keys and values written to the cache: keys and values [slots, groups, width, dim];
-    out [n, heads, dim]. SHARED: query heads of a group; ROWS and D: SHARED and dim, rounded up for matrix
-    products.
+    query [n, heads + 2 kv_heads, dim]: queries, then the keys and values of the new tokens. Queries and keys
+    are normed and rotated, keys and values written to the cache: keys and values [slots, kv_heads, width,
+    dim]; out [n, heads, dim]. SHARED: query heads of a kv head; ROWS and D: SHARED and dim, rounded up for
+    matrix products.
     """
     row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
-    groups = tl.num_programs(1)
+    kv_head = tl.program_id(1)
+    kv_heads = tl.num_programs(1)
     end = tl.load(positions + row).to(tl.int32)  # the row's own token, which is taken from registers
     first = tl.maximum(end + 1 - window, 0)
     head = tl.arange(0, ROWS)
@@ -156,19 +156,19 @@ def decode_attention(
     d = tl.arange(0, D)
     across = d[None, :]
     down = d[:, None]
-    mine = (row * groups + group) * width * dim
+    mine = (row * kv_heads + kv_head) * width * dim
     keys += mine
     values += mine
     kind = keys.dtype.element_ty
-    heads = groups * SHARED
-    query += row * (heads + 2 * groups) * dim
+    heads = kv_heads * SHARED
+    query += row * (heads + 2 * kv_heads) * dim
     cos += row * dim
     sin += row * dim
-    asking = (group * SHARED + head)[:, None] * dim
+    asking = (kv_head * SHARED + head)[:, None] * dim
     q = _rotated(query + asking, there, q_norm, cos, sin, dim, eps, 1, D).to(kind)
-    own = query + (heads + group + tl.zeros([1, 1], tl.int32)) * dim
+    own = query + (heads + kv_head + tl.zeros([1, 1], tl.int32)) * dim
     own_k = _rotated(own, True, k_norm, cos, sin, dim, eps, 1, D).to(kind)
-    own_v = _read(query + (heads + groups + group) * dim + d, d < dim).to(kind)
+    own_v = _read(query + (heads + kv_heads + kv_head) * dim + d, d < dim).to(kind)
     tl.store(keys + end * dim + across, own_k, across < dim)
     tl.store(values + end * dim + d, own_v, d < dim)
     most = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
