@@ -4,8 +4,8 @@ Models and AdamW's two moments are there all the time; the rest comes and goes w
 (docs/performance.md, "Memory"). ``memory_plan`` is the arithmetic. It needs no model, only ``ModelSizes``, so
 it serves for other flags and machines too. ``check_memory`` chooses how many sequences are sampled together.
 A run that cannot fit ends there in one line: a GPU would fail in the middle of a step, and a CPU's system
-would kill the process without a word. Micro-batches are not planned: training halves them where memory runs
-out (``Updater.gradients`` in runs/optimizer_step.py).
+would kill the process without a word. Micro-batches are planned with --shard 1 only: other runs halve them
+where memory runs out (``Updater.gradients`` in runs/optimizer_step.py).
 """
 
 from argparse import Namespace
@@ -25,8 +25,7 @@ from trainer.generation.engine import CACHE_BYTES, ROW_MULTIPLE, SLOTS
 from trainer.generation.kv_cache import bytes_per_token
 
 GB = 1e9
-# Tokens of a micro-batch for which a GPU must have memory. What is left serves for more tokens.
-LEAST_TOKENS = 2048
+LEAST_TOKENS = 2048  # of a micro-batch, for which there must be memory
 USABLE = 0.9  # of what is free: the plan is about right, memory has gaps, and more code is loaded later
 LOADING = 2 * 4  # bytes a number: fp32, and the sampler's copy, which every run makes
 REMEDIES = (
@@ -73,7 +72,7 @@ class PlannedRun:
         if size.exact:
             fp32 = 0
         kept = self.dtype.itemsize * (size.all - fp32) + 4 * fp32
-        # With adapters the critic shares the frozen weights, and its fp32 start makes them fp32.
+        # With adapters the critic shares the weights of the model that it starts from, in fp32.
         return kept if self.args.lora_r and "critic" in self.models else min(kept, size.bytes)
 
 
@@ -85,6 +84,7 @@ class Plan:
     fullest: str  # the phase that takes the most
     peak: int  # bytes that it takes
     slots: int  # sequences that are sampled together
+    token_budget: int  # tokens of a micro-batch
 
 
 def memory_plan(run: PlannedRun, slots: int = SLOTS, token_budget: int = LEAST_TOKENS) -> Plan:
@@ -97,8 +97,6 @@ def memory_plan(run: PlannedRun, slots: int = SLOTS, token_budget: int = LEAST_T
     small = run.dtype.itemsize
     on_cpu = run.device.type == "cpu"
     parts = run.processes if args.shard else 1  # into which models are cut
-    if parts > 1:  # which cannot halve its micro-batches
-        token_budget = tokens_per_forward(run.device)
 
     # Models and moments. With adapters, models share what is frozen, if they are whole.
     trained = {name: args.lora_r * size.adapters or size.all for name, size in run.models.items()}
@@ -156,19 +154,31 @@ def memory_plan(run: PlannedRun, slots: int = SLOTS, token_budget: int = LEAST_T
     if args.offload_frozen:
         rollout |= frozen
     phases = {"update": standing | update, "rollout": standing | rollout}
+    if parts == 1 or on_cpu:  # a sharded run is built in main memory; models as loaded, the sampler in fp32
+        phases["building"] = {
+            "actor": 4 * actor.all,
+            "sampler": 4 * bool(slots) * (actor.all + on_cpu * actor.table),
+            "reward models": sum(size.bytes for size in run.rewards),
+        }
     peak, fullest = max((sum(sizes.values()), phase) for phase, sizes in phases.items())
-    return Plan(phases, fullest, peak, slots)
+    return Plan(phases, fullest, peak, slots, token_budget)
 
 
 def fitted_plan(run: PlannedRun, available: float) -> Plan:
-    """The plan with the most sequences sampled together that fits into ``available`` bytes. If its ``peak``
-    is above that, nothing fits."""
+    """The plan with the most sequences sampled together that fits into ``available`` bytes, and in a sharded
+    run with the largest micro-batches. If its ``peak`` is above ``available``, nothing fits."""
     slots = SLOTS
-    plan = memory_plan(run)
-    while plan.peak > available and slots > ROW_MULTIPLE:
-        slots //= 2
-        plan = memory_plan(run, slots=slots)
-    return plan
+    tokens = LEAST_TOKENS
+    if run.args.shard and run.processes > 1:
+        tokens = tokens_per_forward(run.device, sharded=True)
+    while True:
+        plan = memory_plan(run, slots, tokens)
+        if plan.peak <= available or slots == ROW_MULTIPLE:
+            return plan
+        if tokens > LEAST_TOKENS:
+            tokens //= 2
+        else:
+            slots //= 2
 
 
 def check_memory(run: PlannedRun) -> tuple[Plan, str]:

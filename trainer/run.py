@@ -196,7 +196,8 @@ class PpoRun(Run):
             shards_rewards=shards_rewards,
         )
         keep_endings(self.endings, actor)
-        self.progress = Progress(token_budget=tokens_per_forward(world.device))
+        tokens = self.plan.token_budget if self.shard_group else tokens_per_forward(world.device)
+        self.progress = Progress(token_budget=tokens)
         self.loss_scale = LossScale(self.dtype)  # of fp16
         self.learners = self.models.learners
         self.updater = Updater(

@@ -64,7 +64,7 @@ class Numbers(scoring.Scorer):
     name = "numbers"
 
     def __init__(self, of_rows):
-        super().__init__()
+        super().__init__(model=None)
         self.of_rows = of_rows
 
     def forward(self, rows, layout, factor=1.0):

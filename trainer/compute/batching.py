@@ -22,10 +22,16 @@ Device = torch.device | str
 NO_FP64 = "mps"  # a Mac's GPU
 
 
-def tokens_per_forward(device: torch.device) -> int:
+def tokens_per_forward(device: torch.device, sharded: bool = False) -> int:
     """The most tokens of one forward, in sampling, scoring and training: few on a CPU, for activations in its
-    cache; more to keep a GPU busy. Training may take fewer (``tokens_per_micro_batch``)."""
-    return 1 << 11 if device.type == "cpu" else 1 << 13
+    cache; more to keep a GPU busy. Training may take fewer (``tokens_per_micro_batch``).
+
+    sharded: of training with --shard 1, where each forward on a GPU fetches all weights. memory_plan.py
+    halves the number until it fits."""
+    if device.type == "cpu":
+        return 1 << 11
+    # With deterministic algorithms the size does not follow from the memory that is free.
+    return 1 << 16 if sharded and not torch.are_deterministic_algorithms_enabled() else 1 << 13
 
 
 def tokens_per_micro_batch(limit: int, lengths: Sequence[int], pieces: int) -> int:
