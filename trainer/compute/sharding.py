@@ -51,16 +51,20 @@ def shard(
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     device = shard_group.world.device
     sharded = set(root.parameters())
-    whole = {p for p in (model or root).parameters() if p.dim() < 2 or p not in sharded}
-    for p in whole:
+    unsharded = {p for p in (model or root).parameters() if p.dim() < 2 or p not in sharded}
+    for p in unsharded:
         p.data = p.data.to(device)
 
-    def split(module, gathered):
-        kinds = MixedPrecisionPolicy(
-            param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False
+    def split(module, gathered_in):
+        policy = MixedPrecisionPolicy(
+            param_dtype=gathered_in, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         fully_shard(
-            module, mesh=shard_group.mesh, reshard_after_forward=True, mp_policy=kinds, ignored_params=whole
+            module,
+            mesh=shard_group.mesh,
+            reshard_after_forward=True,
+            mp_policy=policy,
+            ignored_params=unsharded,
         )
 
     for layer in layers_of(root):

@@ -5,6 +5,7 @@ given tensors (``kernels_for``), or where there is no Triton (``check``), the ca
 tests/compute/test_layer_kernels.py compares the two, without a GPU in Triton's interpreter.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -29,26 +30,31 @@ def check(device: str = "cuda") -> None:
     whatever Triton raises, and RuntimeError where attention gives wrong numbers: products of matrices are
     compiled in ways that differ between GPUs."""
     dtype = fast_dtype("auto", torch.device(device))
-    x = torch.linspace(-2, 2, 64, device=device).view(2, 32)
-    half = x.to(dtype)
-    qkv = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens
-    each = x[:, 0].contiguous()  # all may write to it, x and half: only the result of attention is looked at
-    ids = x.new_zeros(2, dtype=torch.int64)
-    token_logprobs(x, ids, 1.0, each, each, each)
-    over_rows("token_logprobs_backward", x, ids, each, each, each, each, half, 1.0)
-    keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
+
+    def numbers(*shape):
+        return torch.arange(math.prod(shape), device=device).sin().view(shape)
+
+    logits = numbers(2, 32)
+    each = numbers(2)  # numbers of rows and of slots; what the kernels write there is not looked at
+    ids = torch.zeros(2, dtype=torch.int64, device=device)
+    token_logprobs(logits, ids, 1.0, each, each, each)
+    over_rows("token_logprobs_backward", logits, ids, each, each, each, each, logits.to(dtype), 1.0)
+    noise = numbers(2, 1).double()
+    sample_and_store(logits, 1.0, noise, ids[:1], 1, [ids] * 4, (ids.clone(), each))
+    qkv = numbers(2, 3, 32).to(dtype)  # of two tokens, with one head
+    keys = 3 * numbers(2, 1, 20, 32).to(dtype)
     values = keys.flip(2)
-    cos = torch.ones_like(half)
-    sin = torch.zeros_like(half)
     query = qkv[:, None, :1]
     found = torch.empty_like(query)
-    decode_attention(2, 1, 1, 32, 20, 20, 0.2, 0.0, qkv, cos, sin, None, None, ids + 19, keys, values, found)
+    cos = torch.ones_like(query)
+    positions = torch.full_like(ids, 19)
+    decode_attention(
+        2, 1, 1, 32, 20, 20, 0.2, 0.0, qkv, cos, 0 * cos, None, None, positions, keys, values, found
+    )
     # The new keys and values are in the cache from here on.
     wanted = F.scaled_dot_product_attention(query.float(), keys.float(), values.float(), scale=0.2)
     if not (found - wanted).abs().max() < 0.03:
         raise RuntimeError("attention gives wrong numbers")
-    noise = x.new_zeros(2, 1, dtype=torch.float64)
-    sample_and_store(x, 1.0, noise, ids[:1], 1, [ids] * 4, (noise.long(), noise.float()))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: int) -> None:
