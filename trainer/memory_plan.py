@@ -114,8 +114,6 @@ def memory_plan(run: PlannedRun, slots: int = SLOTS, token_budget: int = LEAST_T
             frozen["old actor"] = size
     if args.ema_beta and on_cpu:  # it is in main memory always
         standing["average"] = 4 * trained["actor"]
-    if not args.offload_frozen:  # else they are there in rollouts only, to score
-        standing |= frozen
 
     # A rollout.
     slots = min(slots, run.responses)
@@ -126,9 +124,9 @@ def memory_plan(run: PlannedRun, slots: int = SLOTS, token_budget: int = LEAST_T
     rollout = {"logits": 16 * slots * vocabulary}  # fp32, and what sampling makes of them
     if parts > 1:  # the sampler gets one matrix after the other
         rollout["gathered"] = 4 * vocabulary * actor.config.hidden_size
-    sampler = rollout if parts > 1 else standing
-    if slots:
-        sampler["sampler"] = small * (actor.all + on_cpu * actor.table)  # a CPU lays the head out once more
+    sampler = bool(slots) * (actor.all + on_cpu * actor.table)  # numbers; a CPU lays the head out once more
+    (rollout if parts > 1 else standing)["sampler"] = small * sampler
+    (rollout if args.offload_frozen else standing).update(frozen)  # with the flag they are there to score
 
     # An update. What a layer keeps of a token for the backward: two numbers per hidden unit in fp32
     # (residuals), and in mixed precision six per hidden unit and four per intermediate unit.
@@ -151,13 +149,11 @@ def memory_plan(run: PlannedRun, slots: int = SLOTS, token_budget: int = LEAST_T
     elif not args.lora_r:  # a gradient of the embeddings before it is added; layers in mixed precision
         update["micro-batch"] += 4 * model.table + small % 4 * (model.all - model.table)
 
-    if args.offload_frozen:
-        rollout |= frozen
     phases = {"update": standing | update, "rollout": standing | rollout}
     if parts == 1 or on_cpu:  # a sharded run is built in main memory; models as loaded, the sampler in fp32
         phases["building"] = {
             "actor": 4 * actor.all,
-            "sampler": 4 * bool(slots) * (actor.all + on_cpu * actor.table),
+            "sampler": 4 * sampler,
             "reward models": sum(size.bytes for size in run.rewards),
         }
     peak, fullest = max((sum(sizes.values()), phase) for phase, sizes in phases.items())

@@ -68,8 +68,8 @@ def _causal_attention(query, key, value, window, scaling):
     length = query.shape[2]
     mask = None
     if window and window < length:
-        places = torch.arange(length, device=query.device)
-        mask = ~hidden_places(places[:, None] - places, window)
+        position = torch.arange(length, device=query.device)
+        mask = ~hidden_places(position[:, None] - position, window)
     if not query.is_cpu:  # with ``enable_gqa`` a GPU may write all T x T scores to memory
         repeats = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(repeats, 1)
@@ -85,14 +85,14 @@ def _padded_attention(query, key, value, packing, window, scaling):
     query [N, heads, dim], key and value [N, their own number of heads, their dim].
     """
     count = len(packing.lengths)
-    place = packing.row * packing.longest + packing.position
+    index = packing.row * packing.longest + packing.position
 
     def padded(x):  # [sequences, heads, longest, dim]
-        flat = x.new_zeros(count * packing.longest, *x.shape[1:]).index_copy_(0, place, x)
+        flat = x.new_zeros(count * packing.longest, *x.shape[1:]).index_copy_(0, index, x)
         return flat.unflatten(0, (count, -1)).transpose(1, 2)
 
     out = _causal_attention(padded(query), padded(key), padded(value), window, scaling)
-    return out.flatten(0, 1).index_select(0, place)
+    return out.flatten(0, 1).index_select(0, index)
 
 
 def rotated_attention(
@@ -117,7 +117,8 @@ def rotated_attention(
         return None
 
     _, _, heads, dim = query.shape
-    sizes = (len(packing.lengths), heads, key.shape[2], dim, window or packing.longest, scaling)
+    kv_heads = key.shape[2]
+    sizes = (len(packing.lengths), heads, kv_heads, dim, window or packing.longest, scaling)
 
     def forward(query, key, value):
         out = torch.empty_like(query)
@@ -141,13 +142,13 @@ def _flash_attention(query, key, value, packing, window, scaling):
     from torch.nn.attention.varlen import varlen_attn
 
     dtype = compute_dtype(query)
-    starts = packing.cu_seqlens.int()
-    most = packing.longest
+    cu_seqlens = packing.cu_seqlens.int()
+    longest = packing.longest
     back = (window or 0) - 1  # how many earlier tokens one sees, -1: all
     # torch 2.11 takes grouped heads as they are
     more: Any = {"enable_gqa": True} if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()) else {}
     return varlen_attn(
-        query.to(dtype), key.to(dtype), value.to(dtype), starts, starts, most, most,
+        query.to(dtype), key.to(dtype), value.to(dtype), cu_seqlens, cu_seqlens, longest, longest,
         scale=scaling, window_size=(back, 0), **more,
     )  # fmt: skip
 

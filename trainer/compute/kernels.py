@@ -70,8 +70,8 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, forward, gradient, *inputs):
-        out, kept = forward(*inputs)
-        ctx.save_for_backward(*kept)
+        out, saved = forward(*inputs)
+        ctx.save_for_backward(*saved)
         ctx.gradient = gradient
         return out
 
@@ -146,18 +146,18 @@ def few_layers(model: nn.Module) -> Iterator[None]:
     wrong in a trial of all layers goes wrong with these. A model whose layers transformers does not mark
     keeps all."""
     config: Any = model.config
-    places = []  # (module, name of its list of layers, that list)
+    lists = []  # (module, name of its list of layers, that list)
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and all(
                 isinstance(layer, GradientCheckpointingLayer) for layer in child
             ):
-                places.append((module, name, child))
+                lists.append((module, name, child))
     before = getattr(config, "num_hidden_layers", None)
-    if len(places) != 1 or len(places[0][2]) != before:  # several lists, as of an encoder and a decoder
+    if len(lists) != 1 or len(lists[0][2]) != before:  # several lists, as of an encoder and a decoder
         yield
         return
-    [(module, name, layers)] = places
+    [(module, name, layers)] = lists
     # What tells layers apart: their modules, with the sizes that these show, and lists in the config.
     listed = [x for x in vars(config).values() if isinstance(x, list) and len(x) == before]
     kinds = [
