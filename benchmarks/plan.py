@@ -88,7 +88,7 @@ def case_of(model, method, dtype, shard=0, count=1):
     args = parse_args(shlex.split(f"--model x {more} {SIZES_OF_A_STEP} {METHODS[method]}"))
     args = args.completed(shard=shard)
     actor, critic = map(copy, sizes_of(model))
-    actor.exact = critic.exact = dtype == torch.bfloat16  # they were saved in it
+    actor.exact = dtype == torch.bfloat16  # it was saved in it
     models = {"actor": actor} | ({"critic": critic} if args.advantage == "gae" else {})
     width = args.max_seq_len + args.max_gen_len
     return PlannedRun(args, GPU, dtype, models, [], args.batch_size, width, processes=count)

@@ -81,7 +81,7 @@ def row_of(section):
     """-> {column: text} of one recipe."""
     config, card, dtype = RECIPES[section]
     args, device = flags_of(section), torch.device("cuda" if card else "cpu")
-    plan, models = planned(args, config, card, dtype, device, "MiniMind" in section)
+    plan, models = planned(args, config, card, dtype, device)
     parts, total, actor = dict(plan.phases[plan.fullest]), plan.peak, models["actor"]
     kinds, lora = ("actor", "critic"), args.lora_r > 0
     rates = [suited_rate(kind, models[kind].all, lora) for kind in kinds]
@@ -97,7 +97,7 @@ def row_of(section):
     }
 
 
-def planned(args, config, card, dtype, device, minimind):
+def planned(args, config, card, dtype, device):
     """-> (the ``Plan`` of a command with the largest micro-batches that fit, {"actor": ``ModelSizes``,
     "critic": …}). card: GB, or None for a CPU."""
     with torch.device("meta"):
@@ -107,9 +107,7 @@ def planned(args, config, card, dtype, device, minimind):
     reward.to(torch.float32 if device.type == "cpu" and dtype == torch.float32 else torch.float16)
     start = (reward if args.reward_model else actor).base_model
     actor, reward, start = (ModelSizes(model, dtype) for model in (actor, reward, start))
-    actor.exact = dtype == torch.bfloat16 and not minimind  # saved in bf16; MiniMind's in fp16
-    reward.exact = dtype == torch.float32
-    start.exact = reward.exact if args.reward_model else actor.exact
+    actor.exact = dtype == torch.bfloat16  # saved in it, where adapters are trained
     responses = max(args.batch_size, EVAL_BATCH if args.eval_data_path else 0)
     models = {"actor": actor} | ({"critic": start} if args.advantage == "gae" else {})
     rewards, width = [reward] if args.reward_model else [], args.max_seq_len + args.max_gen_len
@@ -139,7 +137,6 @@ def commands_table():
                 CARD,
                 torch.bfloat16,
                 torch.device("cuda"),
-                "MiniMind" in name,
             )
             size = f"{planned(*given)[0].peak / GB:.1f}"
             row[column] = f"**{size}**" if advantage == args.advantage else size

@@ -39,11 +39,11 @@ class ModelSizes:
     """What the arithmetic needs to know of a model: how many numbers are where."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype):
-        """dtype: of mixed precision. Weights without memory (torch's meta device) count as exact."""
+        """dtype: of mixed precision"""
         self.config = model.config.get_text_config()
-        matrices = [p for p in model.parameters() if p.dim() > 1]
         vocabulary = getattr(self.config, "vocab_size", None)  # code from outside may have none
         self.all = model.num_parameters()
+        matrices = [p for p in model.parameters() if p.dim() > 1]
         self.table = sum(p.numel() for p in matrices if len(p) == vocabulary)  # of embeddings and head
         self.exact = all(is_exact(p, dtype) for p in matrices)
         self.bytes = model.get_memory_footprint(return_buffers=False)  # that it takes now
@@ -64,16 +64,6 @@ class PlannedRun:
     width: int  # tokens of the longest prompt and response
     demonstration: int = 0  # of the longest one that the actor learns besides
     processes: int = 1  # that train together
-
-    def frozen(self, size: ModelSizes) -> int:
-        """Bytes of a copy that does not train, as ``Models`` keeps it: linear layers in 16 bits without
-        adapters, everything where 16 bits hold the numbers exactly."""
-        fp32 = size.all if self.args.lora_r else size.table
-        if size.exact:
-            fp32 = 0
-        kept = self.dtype.itemsize * (size.all - fp32) + 4 * fp32
-        # With adapters the critic shares the weights of the model that it starts from, in fp32.
-        return kept if self.args.lora_r and "critic" in self.models else min(kept, size.bytes)
 
 
 @dataclass
@@ -98,16 +88,21 @@ def memory_plan(run: PlannedRun, slots: int = SLOTS, token_budget: int = LEAST_T
     on_cpu = run.device.type == "cpu"
     parts = run.processes if args.shard else 1  # into which models are cut
 
-    # Models and moments. With adapters, models share what is frozen, if they are whole.
+    # Models and moments. With adapters, models share what is frozen, if they are whole; nothing of it is
+    # rounded then.
+    frozen_bytes = 4 if args.lora_r and not actor.exact else small  # of a number
     trained = {name: args.lora_r * size.adapters or size.all for name, size in run.models.items()}
     standing = {name: 4 * count // parts for name, count in trained.items()}
     standing["moments"] = 2 * getattr(torch, args.moments_dtype).itemsize * sum(trained.values()) // parts
-    frozen = {"reward models": sum(map(run.frozen, run.rewards)) // parts}
+    # A critic with adapters shares the weights of the reward model that it starts from, in fp32.
+    in_fp32 = args.lora_r and "critic" in run.models
+    rewards = sum(4 * size.all if in_fp32 else size.bytes for size in run.rewards)
+    frozen = {"reward models": rewards // parts}
     if args.lora_r:
         for name in run.models if parts > 1 else ["actor"]:
-            standing[name] += run.frozen(run.models[name]) // parts
+            standing[name] += frozen_bytes * run.models[name].all // parts
     if parts > 1 or not args.lora_r:
-        size = run.frozen(actor) // parts
+        size = frozen_bytes * actor.all // parts
         if args.kl_coef or args.offline_data_path:  # else nothing asks it
             frozen["reference"] = size
         if args.update_old_actor_freq > 1:

@@ -124,9 +124,8 @@ def halve_exact(models: Sequence[nn.Module], dtype: torch.dtype) -> None:
 
 
 def is_exact(p: Tensor, dtype: torch.dtype) -> bool:
-    """Whether every number of this tensor is the same in ``dtype``. One without memory, of a model
-    that is only planned, counts as if."""
-    return p.is_meta or p.dtype == dtype or p.to(dtype).to(p.dtype).equal(p)
+    """Whether every number of this tensor is the same in ``dtype``. One without memory counts as exact."""
+    return p.is_meta or p.to(dtype).to(p.dtype).equal(p)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
