@@ -13,10 +13,6 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k).indices, 1.0)",
             "chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k, dim=1).indices, 1.0)",
         ],
-        "a pass has more than one token in any case": [
-            "def score_all(batch: Batch, scorer: Scorer, token_budget: int=1, "
-            "**more: float) -> list[Tensor]:",
-        ],
         "any row will do where there is none left": ["rows = index or [1]"],
     },
     "trainer/train_ppo.py": {

@@ -60,7 +60,6 @@ class RolloutEngine:
     endings: Endings  # what ends a response
     args: Namespace  # max_gen_len and min_gen_len
     sharded: bool  # --shard 1: a whole copy of the weights is in memory only while it samples
-    release_cache: bool  # memory is short in the phases after sampling
 
     @contextmanager
     def weights_of(self, model: PreTrainedModel) -> Iterator[None]:
@@ -87,8 +86,6 @@ class RolloutEngine:
             stops=self.endings.stops,
             never=self.endings.forbidden.never,
         )
-        if self.release_cache:
-            self.sampler.release()
         batch.prompts = prompts
         batch.texts = response_texts(batch, self.tokenizer, self.endings.stops)
         return batch

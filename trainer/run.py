@@ -25,9 +25,10 @@ from model.weights import short_hash
 from progress_bar import Start
 from trainer.advantages import AdvantageScale, ValueScale
 from trainer.compute.batch import Batch, RawScores
+from trainer.compute.batching import tokens_per_forward
 from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
-from trainer.compute.sharding import InStep
+from trainer.compute.sharding import ShardGroup
 from trainer.endings import keep_endings, load_endings
 from trainer.evaluation import Evaluation
 from trainer.flags import Flags, minimind_pth
@@ -45,7 +46,7 @@ from trainer.inputs import (
     read_prompts,
     sampling_room,
 )
-from trainer.memory_plan import Case, Sizes, check_memory
+from trainer.memory_plan import ModelSizes, PlannedRun, check_memory
 from trainer.models import Models, critic_start
 from trainer.options.best import WEIGHTS, Best, first_best, restored
 from trainer.options.ema import Ema
@@ -145,11 +146,13 @@ class PpoRun(Run):
         world = self.world
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)  # also of sampling
         # A single process has nobody to share with.
-        self.in_step = InStep(world) if args.shard and world.size > 1 else None
+        self.shard_group = ShardGroup(world) if args.shard and world.size > 1 else None
         free_unused_memory()  # the copies with which the policy was checked
         # Not with --filter_groups, where processes call reward models unequally often and would wait for each
         # other; nor code from outside: it may use weights otherwise.
-        self.shards_rewards = self.in_step is not None and not (args.filter_groups or args.trust_remote_code)
+        self.shards_rewards = self.shard_group is not None and not (
+            args.filter_groups or args.trust_remote_code
+        )
         # Until they are sharded, reward models are in main memory: a whole one need not fit on a GPU.
         place = torch.device("cpu") if self.shards_rewards else world.device
         load_models(self.judge, args, place, self.dtype)
@@ -160,7 +163,7 @@ class PpoRun(Run):
         self._parameters = actor.num_parameters()
         self._embeddings = embeddings(actor)
         actor.requires_grad_(not args.lora_r)
-        if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
+        if not self.shard_group:  # which gathers and frees layer after layer; an actor need not fit on a GPU
             keep_freed_memory()
             actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
 
@@ -185,7 +188,8 @@ class PpoRun(Run):
         self.positions = local_positions(args.batch_size, world.rank, world.size, args.num_generations)
         self.demonstrations = load_demonstrations(args, self.tokenizer, actor)
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, actor)
-        self.plan, memory = check_memory(self._memory_case(actor, critic, room), self.in_step)
+        with world.all_or_none():  # memory may be short in one process only
+            self.plan, memory = check_memory(self._planned(actor, critic, room))
         self.notes += [rates, memory]
         self.room = room
         return critic
@@ -196,16 +200,16 @@ class PpoRun(Run):
         world = self.world
         self.endings = load_endings(args, self.tokenizer, actor)  # what ends a response
         if self.plan.slots:  # else nothing is sampled
-            sampler = Sampler(actor, self.dtype, self.plan.slots, self.plan.cache, self.room, world.device)
+            cache = self.plan.phases["rollout"]["KV cache"]
+            sampler = Sampler(actor, self.dtype, self.plan.slots, cache, self.room, world.device)
             self.engine = RolloutEngine(
                 sampler=sampler,
                 tokenizer=self.tokenizer,
                 endings=self.endings,
                 args=args,
-                sharded=self.in_step is not None,
-                release_cache=self.plan.release_cache,
+                sharded=self.shard_group is not None,
             )
-            if self.in_step:  # each process soon has a part of each model, and a whole one of none
+            if self.shard_group:  # each process soon has a part of each model, and a whole one of none
                 sampler.copy.unload()
         self.models = Models(
             args,
@@ -216,15 +220,16 @@ class PpoRun(Run):
             rewards=scoring_models(self.reward, self.judge),
             endings=self.endings,
             total_steps=self.total_steps,
-            in_step=self.in_step,
+            shard_group=self.shard_group,
             shards_rewards=self.shards_rewards,
         )
         keep_endings(self.endings, actor)
-        self.progress = Progress(token_budget=self.plan.token_budget)
+        tokens = self.plan.token_budget if self.shard_group else tokens_per_forward(world.device)
+        self.progress = Progress(token_budget=tokens)
         self.loss_scale = LossScale(self.dtype)  # of fp16
         self.learners = self.models.learners
         self.updater = Updater(
-            world, self.learners, self.loss_scale, self.progress, args.grad_clip, self.in_step
+            world, self.learners, self.loss_scale, self.progress, args.grad_clip, self.shard_group
         )
 
     def _load_functions(self) -> list[RewardFunctions]:
@@ -263,22 +268,22 @@ class PpoRun(Run):
         with named_as_evaluation():
             try_reward_functions(judges, known, args.reward_timeout, self.held_out)
 
-    def _memory_case(
+    def _planned(
         self,
         actor: PreTrainedModel,
         critic: tuple[PreTrainedModel, float] | None,
         room: tuple[int, int, int],
-    ) -> Case:
+    ) -> PlannedRun:
         """What the memory plan is made from."""
-        sizes = {"actor": Sizes(actor, self.dtype)}
+        sizes = {"actor": ModelSizes(actor, self.dtype)}
         if critic:
-            sizes["critic"] = Sizes(critic[0].base_model, self.dtype)  # type: ignore[arg-type]  # a Module
-        return Case(
+            sizes["critic"] = ModelSizes(critic[0].base_model, self.dtype)  # type: ignore[arg-type]  # a Module
+        return PlannedRun(
             args=self.args,
             device=self.world.device,
             dtype=self.dtype,
             models=sizes,
-            rewards=[Sizes(model, self.dtype) for model in modules_of(self.reward, self.judge)],
+            rewards=[ModelSizes(model, self.dtype) for model in modules_of(self.reward, self.judge)],
             responses=room[0],
             width=room[1],
             demonstration=self.demonstrations.longest if self.demonstrations else 0,

@@ -318,23 +318,15 @@ def evaluate_tokens(
     batch: Batch,
     models: Models,
     options: list[Option],
-    token_budget: int,
     world: World,
 ) -> Batch:
     """Log-probs of reference and old actor, the critic's values, and which tokens the policy loss is of.
     --replay_batches: the batch that comes back has older batches above the new one. Old actor and critic
     score these again; of the reference the log-probs are kept.
-
-    token_budget: the most tokens of a micro-batch.
     """
-    # As many as in an update, for which there is memory.
-    per_update = sum(batch.layout.lengths) * args.mini_batch_size
-    budget = min(token_budget, per_update // (args.batch_size * args.accumulation_steps))
     with models.host.on_device(models.old_actor, models.reference):
         if models.reference_scorer:
-            batch.ref_logprobs, _ = score_all(
-                batch, models.reference_scorer, budget, temperature=args.temperature
-            )
+            batch.ref_logprobs, _ = score_all(batch, models.reference_scorer, temperature=args.temperature)
         for option in options:
             batch = option.with_older(batch)
         if args.offline_data_path:
@@ -344,10 +336,10 @@ def evaluate_tokens(
             batch.old_logprobs = batch.sampler_logprobs
         else:
             batch.old_logprobs, entropy = score_all(
-                batch, models.old_actor_scorer, budget, temperature=args.temperature
+                batch, models.old_actor_scorer, temperature=args.temperature
             )
     if models.value_scorer:
-        [batch.values] = score_all(batch, models.value_scorer, budget)
+        [batch.values] = score_all(batch, models.value_scorer)
     # min(pi_old / pi_sampler, --importance_cap): 1 where the sampler's log-probs are the old ones
     batch.importance_weights = losses.importance_weights(
         batch.old_logprobs, batch.sampler_logprobs, batch.action_mask, args.importance_cap
@@ -588,9 +580,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 with seconds.of("reward"):
                     new = score(run, step, new, seconds)
                 with seconds.of("score"):
-                    batch = evaluate_tokens(
-                        args, step, new, models, options, run.progress.token_budget, world
-                    )
+                    batch = evaluate_tokens(args, step, new, models, options, world)
                     for option in options:
                         option.before_estimate(step, batch)
             with seconds.of("score"):

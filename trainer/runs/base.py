@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from dataset.lm_dataset import RecordDataset
 from model.saving import SaveDtype
 from trainer.compute.precision import LossScale
-from trainer.compute.sharding import InStep
+from trainer.compute.sharding import ShardGroup
 from trainer.runs.displays import Display, StepLog
 from trainer.runs.distributed import World
 
@@ -104,7 +104,7 @@ class Run(ABC):
     progress: Progress
     total_steps: int  # batches
     answers: int = 1  # responses to each record
-    in_step: InStep | None = None  # with --shard 1
+    shard_group: ShardGroup | None = None  # with --shard 1
 
     folder: Path
     result_path: Path

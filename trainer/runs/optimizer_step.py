@@ -19,10 +19,10 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from model.weights import local_part, sharded_and_whole, whole
-from trainer.compute.batching import micro_batches, pass_size
+from trainer.compute.batching import micro_batches, tokens_per_micro_batch
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.compute.precision import LossScale
-from trainer.compute.sharding import InStep
+from trainer.compute.sharding import ShardGroup
 from trainer.runs.base import Learner, Progress
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
@@ -49,14 +49,14 @@ class Step(NamedTuple):
 
 @dataclass
 class Updater:
-    """Makes the optimizer steps of a run's models. ``grad_clip``: --grad_clip; in_step: with --shard 1."""
+    """Makes the optimizer steps of a run's models. grad_clip: --grad_clip; shard_group: of --shard 1."""
 
     world: World
     learners: dict[str, Learner]
     loss_scale: LossScale
     progress: Progress
     grad_clip: float
-    in_step: InStep | None = None
+    shard_group: ShardGroup | None = None
 
     def gradients(self, sources: list[GradientSource], pieces: int = 1) -> Metrics:
         """Compute a minibatch's gradients in micro-batches that fit into memory -> ``Metrics`` of the losses.
@@ -66,12 +66,8 @@ class Updater:
         where not even a single sequence fits.
         """
         lengths = [length for lengths, _ in sources for length in lengths]
-        total = sum(lengths)
         longest = max(lengths)
-        wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
-        wanted = min(self.progress.token_budget, wanted)
-        if self.in_step:
-            wanted = self.in_step.most(wanted)
+        wanted = tokens_per_micro_batch(self.progress.token_budget, lengths, pieces)
         budget = wanted
         while (sums := attempt(self.backward, sources, budget)[1]) is None:
             self.forget_gradients()
@@ -96,9 +92,9 @@ class Updater:
 
         for lengths, loss_of in sources:
             batches = micro_batches(lengths, token_budget)
-            if self.in_step:  # all processes have equally many sequences, so no pass is without
-                for rows in self.in_step.passes(batches):
-                    self.in_step.run(learn_from, loss_of, rows)
+            if self.shard_group:  # all processes have equally many sequences, so no pass is without
+                for rows in self.shard_group.equal_passes(batches):
+                    self.shard_group.run(learn_from, loss_of, rows)
             else:
                 for rows in batches:
                     learn_from(loss_of, rows)
