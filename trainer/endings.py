@@ -1,7 +1,6 @@
 """Where the responses of a run end: EOS ids, ``--stop``, ``--stop_token_ids``, ``--min_gen_len``.
 
-While decoding, ``Engine._sample_and_store`` (generation/engine.py) asks of each token whether it ends its
-row.
+The stopping criteria of the sampler: generation/stops.py says how they are looked at while it decodes.
 """
 
 from argparse import Namespace
