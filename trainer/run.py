@@ -68,9 +68,8 @@ from trainer.rewards.reward_function import (
     code_hash,
     fields_read,
     load_reward_functions,
-    names_of_run,
+    run_values,
     try_reward_functions,
-    values_of_run,
 )
 from trainer.rewards.reward_models import models_hash
 from trainer.rollout import RolloutEngine, with_sampled_space
@@ -216,16 +215,15 @@ class PpoRun(Run):
         self.answers = args.num_generations
         self.total_steps = self.count_steps()
         choose_warmup(args, self.total_steps)
-        self.names_of_run = of_run = names_of_run(data, self.held_out)  # that functions may ask for
-        known = values_of_run(of_run, 0, self.total_steps)
+        known = run_values(0, self.total_steps, data, self.held_out)  # that functions may ask for
         # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
         self.reward = Reward()
         if not args.offline_data_path:
             self.reward = make_reward(args, functions)
-            check_fields(functions, of_run, data, self.held_out)
+            check_fields(functions, known, data, self.held_out)
         self.judge = make_judge(args, judges)
         with named_as_evaluation():
-            check_fields(judges, of_run, self.held_out)
+            check_fields(judges, known, self.held_out)
         if self.held_out and not args.offline_data_path:  # pairs of logged answers need the model
             self._first_best()  # checks --best_metric
         if not self.world.is_main:  # a function may cost money at each call
@@ -345,7 +343,7 @@ class PpoRun(Run):
             batch.finished.tolist(),
             batch.layout.response_len,
             batch.responses(),
-            values_of_run(self.names_of_run, self.progress.step, self.total_steps),
+            run_values(self.progress.step, self.total_steps, self.data, self.held_out),
         )
         with self.models.host.on_device(*modules_of(reward)):
             return reward.raw_scores(request)

@@ -44,7 +44,7 @@ OF_RUN = {"step": 3, "total_steps": 12}
 
 def called(function):
     request = request_of(["p", "q"], ["r", "s"], [None, "a"], records=RECORDS)
-    request.of_run = OF_RUN
+    request.run_values = OF_RUN
     return reward_function.call_reward_function(function, request, 0)[0]
 
 
@@ -82,10 +82,10 @@ def test_a_function_gets_what_it_asks_for_by_name(function, given):
 
 def test_a_field_of_the_records_comes_before_the_step_of_the_run():
     data = [SimpleNamespace(columns={"prompt": None}), None, SimpleNamespace(columns={"step": None})]
-    assert reward_function.names_of_run(*data[:2]) == ["step", "total_steps"]
-    assert reward_function.names_of_run(*data) == ["total_steps"]
+    assert [*reward_function.run_values(3, 12, *data[:2])] == ["step", "total_steps", "trainer_state"]
+    assert [*reward_function.run_values(3, 12, *data)] == ["total_steps", "trainer_state"]
     request = request_of(["p", "q"], ["r", "s"], records=[{"step": 1}, {}])
-    request.of_run = {"total_steps": 12}
+    request.run_values = {"total_steps": 12}
     given = reward_function.arguments(lambda p, r, a, step, total_steps: 0, request)
     assert given == {"step": [1, None], "total_steps": 12}
 
@@ -293,7 +293,7 @@ def test_an_alarm_that_comes_while_it_is_turned_off_leaves_nothing_behind(monkey
 def as_request(prompts=("p", "q"), records=RECORDS):
     request = request_of(list(prompts), ["r", "s"], [None, "a"], records=records)
     request.ids = [[7, 0], [8]]
-    request.of_run = reward_function.values_of_run(["step", "total_steps"], 3, 12)
+    request.run_values = reward_function.run_values(3, 12)
     return request
 
 
