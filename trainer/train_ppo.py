@@ -285,7 +285,7 @@ def score(run: PpoRun, step: int, batch: Batch, seconds: Seconds) -> Batch:
     """Scores of the rewards, and the rewards that belong to tokens inside a response. --filter_groups: the
     batch that comes back has other responses where all answers to a prompt have scored the same."""
     with run.world.all_or_none():
-        batch.raw = run.raw_scores(run.reward, batch)
+        batch.raw = run.score_parts(run.reward, batch)
     if run.args.filter_groups:
         with run.world.all_or_none(), run.engine.weights_of(run.models.old_actor):
             batch = sample_again(
@@ -294,7 +294,7 @@ def score(run: PpoRun, step: int, batch: Batch, seconds: Seconds) -> Batch:
                 batch,
                 engine=run.engine,
                 reward=run.reward,
-                raw_scores=partial(run.raw_scores, run.reward),
+                raw_scores=partial(run.score_parts, run.reward),
                 positions=run.positions,
                 seconds=seconds,
             )

@@ -31,7 +31,7 @@ from dataset.formats import Begun, Keys
 from dataset.lm_dataset import RLAIFDataset
 from trainer import train_ppo
 from trainer.rewards import reward_function, rules
-from trainer.rewards.combine import Judge, Reward
+from trainer.rewards.combine import EvalReward, Reward
 from trainer.runs.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -46,6 +46,10 @@ def called(function):
     request = request_of(["p", "q"], ["r", "s"], [None, "a"], records=RECORDS)
     request.run_values = OF_RUN
     return reward_function.call_reward_function(function, request, 0)[0]
+
+
+def check_fields(function, *given):
+    reward_function.check_fields({"function": (function, 1.0)}, *given)
 
 
 TESTS = [[1, 2], None]
@@ -153,7 +157,7 @@ def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default(tmp_pat
 
     def load(*given):
         [(function, _)] = reward_function.load_reward_functions([f"{path}:f"]).values()
-        reward_function.check_fields_of(function, *given)
+        check_fields(function, *given)
 
     data = SimpleNamespace(columns={"prompt": None, "tests": None}, path="a.jsonl")
     of_run = ["step", "total_steps"]
@@ -370,8 +374,8 @@ def test_verls_functions_are_called_once_a_response_with_the_truth_of_its_record
     assert {*reward_function.fields_read(compute_score, [*records[0], *records[1]])} == read
     refused(r"score 1 is \{'acc': 1\} \(dict\); it must be", scored, lambda solution_str: {"acc": 1})
     data = SimpleNamespace(columns={"prompt": None}, path="a.jsonl")
-    refused("'data_source' is no key of", reward_function.check_fields_of, compute_score, [], data)
-    reward_function.check_fields_of(short, [], data)
+    refused("'data_source' is no key of", check_fields, compute_score, [], data)
+    check_fields(short, [], data)
 
 
 async def meet(barrier, score):
@@ -425,7 +429,7 @@ def test_the_time_limit_ends_an_async_function():
 def test_a_field_of_the_third_parameters_name_is_not_replaced_by_the_answers(tmp_path):
     def check(function, **record):
         path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", **record}])
-        reward_function.check_fields_of(function, [], RLAIFDataset(path, word_tokenizer("ab", chat=True), 64))
+        check_fields(function, [], RLAIFDataset(path, word_tokenizer("ab", chat=True), 64))
 
     target = lambda prompts, responses, target: 0  # noqa: E731
     says = (
@@ -437,7 +441,7 @@ def test_a_field_of_the_third_parameters_name_is_not_replaced_by_the_answers(tmp
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "target": "so\n#### 4"}])
     keys = Keys(answer="target")
     data = RLAIFDataset(path, word_tokenizer("ab", chat=True), 64, keys=keys)
-    reward_function.check_fields_of(target, [], data)  # the field is named as the answers
+    check_fields(target, [], data)  # the field is named as the answers
     check(lambda prompts, completions, target, **kwargs: 0, answer="4", target="5")
 
 
@@ -538,14 +542,14 @@ def test_parts_that_say_nothing_leave_the_sum_and_a_response_of_which_none_says_
     }
     assert [*parts] == reward.names
     reward = several(normalize=True)  # each part by its own mean and deviation, then its weight
-    parts = {name: x.tolist() for name, x in reward.combine(reward.raw_scores(request), ALONE).items()}
+    parts = {name: x.tolist() for name, x in reward.combine(reward.score_parts(request), ALONE).items()}
     assert parts["function_right"] == [2.0, -2.0, nan, nan]
     assert parts["function_short"] == [0.5, nan, -0.5, nan]
     assert parts["score"] == [2.5, -3.0, -0.5, nan]
     assert parts["score_raw"] == [1.5, -1.0, -1.5, nan]
     assert reward.state_dict()["function_short"] == {"count": 2, "mean": -2.0, "squares": 2.0}
-    judge = Judge(functions=several().functions)
-    found = {name: x.tolist() for name, x in judge.combine(judge.raw_scores(request)).items()}
+    judge = EvalReward(functions=several().functions)
+    found = {name: x.tolist() for name, x in judge.combine(judge.score_parts(request)).items()}
     assert found["judge"] == [1.5, 0.0, -1.5, nan]
     assert found["judge_function_right"] == [2.0, 0.0, nan, nan]
 
@@ -554,12 +558,12 @@ def test_errors_of_several_functions_say_of_which():
     functions = {"function_f": (lambda *_: [1.0], 1.0), "function_g": (lambda *_: [[(0, 1.0)]], 2.0)}
     reward = Reward(functions=functions)
     request = request_of(["p"], ["r"], records=[{}])
-    assert reward.raw_scores(request).steps == [[(0, 2.0)]]
+    assert reward.score_parts(request).steps == [[(0, 2.0)]]
     reward.normalize_reward = True
     refused(r"^--reward_fn g: with several functions --normalize_reward 1 needs numbers", reward, request)
     functions["function_f"] = (lambda *_: [], 1.0)
     refused(r"^--reward_fn f: returned 0 scores for 1", reward, request)
-    refused(r"^--eval_reward_fn f: returned 0 scores for 1", Judge(functions=functions), request)
+    refused(r"^--eval_reward_fn f: returned 0 scores for 1", EvalReward(functions=functions), request)
 
 
 # One of each kind; none of them says anything of the prompt "a".

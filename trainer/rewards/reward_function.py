@@ -256,29 +256,24 @@ def check_fields(functions: RewardFunctions, known: Iterable[str], *datasets: Re
     what it may ask for besides (``run_values``)."""
     for part, (function, _) in functions.items():
         with named_in_errors(part):
-            check_fields_of(function, known, *datasets)
-
-
-def check_fields_of(function: RewardFunction, known: Iterable[str], *datasets: RecordDataset | None) -> None:
-    """``check_fields`` of one function."""
-    signature = signature_of(function)
-    needed = [name for name, needed in signature.names.items() if needed]
-    for data in filter(None, datasets):
-        for name in needed:
-            if name not in (*data.columns, *known, *GIVEN[signature.kind]):
-                raise InputError(
-                    f"--reward_fn: its parameter {name!r} is no key of the records of {data.path}; "
-                    f"{keys_found(data.columns)}: rename it, or give it a default"
-                )
-        for name in signature.first_three[2:]:
-            if name not in data.columns or name in ("answer", data.keys.answer):
-                continue
-            if data[0].record.get(name) != data[0].answer:
-                raise InputError(
-                    f"--reward_fn: its third parameter {name!r} gets the answers, but records of {data.path} "
-                    f"have a field of that name with something else in it; give --answer_key {name}, or "
-                    f"call the third answers and ask for {name} behind it"
-                )
+            signature = signature_of(function)
+            needed = [name for name, needed in signature.names.items() if needed]
+            for data in filter(None, datasets):
+                for name in needed:
+                    if name not in (*data.columns, *known, *GIVEN[signature.kind]):
+                        raise InputError(
+                            f"--reward_fn: its parameter {name!r} is no key of the records of "
+                            f"{data.path}; {keys_found(data.columns)}: rename it, or give it a default"
+                        )
+                for name in signature.first_three[2:]:
+                    if name not in data.columns or name in ("answer", data.keys.answer):
+                        continue
+                    if data[0].record.get(name) != data[0].answer:
+                        raise InputError(
+                            f"--reward_fn: its third parameter {name!r} gets the answers, but records of "
+                            f"{data.path} have a field of that name with something else in it; give "
+                            f"--answer_key {name}, or call the third answers and ask for {name} behind it"
+                        )
 
 
 def run_values(step: int, total_steps: int, *datasets: RecordDataset | None) -> dict[str, object]:
@@ -364,41 +359,35 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, Any]:
 def try_reward_functions(
     functions: RewardFunctions, values: dict[str, object], seconds: float, *datasets: RecordDataset | None
 ) -> None:
-    """Call each function once, and once more for another dataset if that has other fields for it or no
-    answers. Raises InputError as ``try_reward_function``."""
+    """Call each function once, with made-up responses to the first prompts, and once more for another dataset
+    if that has other fields for it or no answers. The scores are thrown away. Raises InputError as
+    ``call_reward_function``, and where the first scores are all None and no record has an answer."""
     for part, (function, _) in functions.items():
         tried: list[object] = []
-        for data in filter(None, datasets):
-            given = {*fields_read(function, data.columns)}, getattr(data, "answers", 0) > 0
-            if given not in tried:
-                with named_in_errors(part):
-                    try_reward_function(function, data, values, seconds, must_say=not tried)
-                tried.append(given)
-
-
-def try_reward_function(
-    function: RewardFunction, data: RecordDataset, values: dict[str, object], seconds: float, must_say: bool
-) -> None:
-    """Call a function once, with made-up responses to the first prompts. Raises InputError as
-    ``call_reward_function``, with a hint where no record has an answer; the scores are thrown away. must_say:
-    also raised where these are all None and there are no answers."""
-    prompts = [data[i % len(data)] for i in range(len(MADE_UP))]
-    request = Request(
-        prompts=prompts,
-        responses=[*MADE_UP],
-        finished=[True] * len(MADE_UP),
-        lengths=[len(text.split()) for text in MADE_UP],
-        ids=[prompt.prompt_ids[:4] for prompt in prompts],
-        run_values=values,
-    )
-    known = not isinstance(data, RLAIFDataset) or data.answers
-    hint = "" if known else "; no record has an answer: --answer_key names its field"
-    try:
-        scores, _ = call_reward_function(function, request, seconds)
-    except InputError as error:
-        raise InputError(f"{error}; it was called for {data.path}{hint}") from error
-    if must_say and hint and set(scores) == {None}:
-        raise InputError(f"--reward_fn: it says nothing of any response{hint}")
+        for data in datasets:
+            if not isinstance(data, RLAIFDataset):  # none, or logged answers, which have their scores
+                continue
+            given = {*fields_read(function, data.columns)}, data.answers > 0
+            if given in tried:
+                continue
+            prompts = [data[i % len(data)] for i in range(len(MADE_UP))]
+            request = Request(
+                prompts=prompts,
+                responses=[*MADE_UP],
+                finished=[True] * len(MADE_UP),
+                lengths=[len(text.split()) for text in MADE_UP],
+                ids=[prompt.prompt_ids[:4] for prompt in prompts],
+                run_values=values,
+            )
+            hint = "" if data.answers else "; no record has an answer: --answer_key names its field"
+            with named_in_errors(part):
+                try:
+                    scores, _ = call_reward_function(function, request, seconds)
+                except InputError as error:
+                    raise InputError(f"{error}; it was called for {data.path}{hint}") from error
+                if hint and not tried and set(scores) == {None}:
+                    raise InputError(f"--reward_fn: it says nothing of any response{hint}")
+            tried.append(given)
 
 
 def call_reward_function(function: RewardFunction, request: Request, seconds: float) -> Returned:
