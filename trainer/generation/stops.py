@@ -131,18 +131,22 @@ class StopStrings:
         return whole[: min(found)] if found else before
 
 
+def response_text(
+    ids: list[int], ended: bool, tokenizer: PreTrainedTokenizerBase, stops: StopStrings | None
+) -> str:
+    """The text of a response (``decode``), without the EOS or the stop string that ended it, if one did.
+    stops: the ``StopStrings`` that it was sampled with, or None."""
+    if ended and stops:
+        return stops.cut(ids)
+    return decode(tokenizer, ids[:-1] if ended else ids)
+
+
 def response_texts(
     batch: Batch, tokenizer: PreTrainedTokenizerBase, stops: StopStrings | None = None
 ) -> list[str]:
-    """The responses as B texts (``decode``), without the EOS or the stop string that ended them. stops: the
-    ``StopStrings`` that they were sampled with, or None."""
-    texts = []
-    for ids, ended in zip(batch.responses(), batch.finished.tolist(), strict=True):
-        if ended and stops:
-            texts.append(stops.cut(ids))
-        else:
-            texts.append(decode(tokenizer, ids[:-1] if ended else ids))
-    return texts
+    """The responses as B texts (``response_text``)."""
+    rows = zip(batch.responses(), batch.finished.tolist(), strict=True)
+    return [response_text(ids, ended, tokenizer, stops) for ids, ended in rows]
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
