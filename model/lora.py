@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from errors import InputError, first_line
-from model.weights import whole
+from model.weights import full_tensor
 
 ROUTER = re.compile(r"router|(^|\.)(gate|shared_expert_gate)(\.|$)")  # names of layers that choose experts
 Model = TypeVar("Model", bound=nn.Module)
@@ -96,8 +96,9 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if ".lora_" not in name:
             layer = layers.get(name.removesuffix(".base_layer.weight"))
             plain = name.replace(".base_layer.", ".") if layers else name
-            # With --offload_frozen the old actor's adapters wait elsewhere.
-            yield plain, whole(x + layer.get_delta_weight("default").to(x.device) if layer else x)
+            if layer:  # with --offload_frozen the old actor's adapters wait elsewhere
+                x = x + layer.get_delta_weight("default").to(x.device)
+            yield plain, full_tensor(x)
 
 
 def learned(module: nn.Module) -> dict[str, nn.Parameter]:

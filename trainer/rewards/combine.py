@@ -137,7 +137,7 @@ class Reward:
     @property
     def names(self) -> list[str]:
         """The names of all scores that ``combine`` returns."""
-        return list(self(Request([], [], [], [])))
+        return list(self(Request([], [])))
 
     def __call__(self, request: Request) -> Parts:
         return self.combine(self.score_parts(request))

@@ -69,8 +69,8 @@ class Request:
 
     prompts: list[Prompt]
     responses: list[str]
-    finished: list[bool]  # False for a response that was cut at --max_gen_len
-    lengths: Sequence[int]  # in tokens
+    finished: Sequence[bool] = ()  # False for a response that was cut at --max_gen_len
+    lengths: Sequence[int] = ()  # in tokens
     ids: Sequence[list[int]] = ()  # their tokens
     run_values: dict[str, object] = field(default_factory=dict)  # ``run_values``
     logged: dict[str, list[float]] = field(default_factory=dict)  # {name: what a function gave log_metric}
@@ -371,14 +371,8 @@ def try_reward_functions(
             if given in tried:
                 continue
             prompts = [data[i % len(data)] for i in range(len(MADE_UP))]
-            request = Request(
-                prompts=prompts,
-                responses=[*MADE_UP],
-                finished=[True] * len(MADE_UP),
-                lengths=[len(text.split()) for text in MADE_UP],
-                ids=[prompt.prompt_ids[:4] for prompt in prompts],
-                run_values=values,
-            )
+            ids = [prompt.prompt_ids[:4] for prompt in prompts]
+            request = Request(prompts, [*MADE_UP], ids=ids, run_values=values)
             hint = "" if data.answers else "; no record has an answer: --answer_key names its field"
             with named_in_errors(part):
                 try:
