@@ -46,8 +46,7 @@ from transformers import GenerationConfig, TextStreamer
 from dataset.chat_template import encode, prompt_text, set_system_prompt, set_template_kwargs
 from dataset.formats import add_system
 from model.loading import check_tokenizer, load_policy, load_tokenizer, most_positions, tokenizer_source
-from trainer.endings import load_endings
-from trainer.generation.stops import decode, response_text
+from trainer.generation.stops import decode, load_endings, response_text
 from trainer.runs.distributed import init_world
 
 

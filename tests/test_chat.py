@@ -19,10 +19,9 @@ import chat
 from dataset.chat_template import set_system_prompt
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
-from trainer.endings import Endings, keep_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import StopStrings, response_texts
+from trainer.generation.stops import Endings, StopStrings, keep_endings, response_texts
 
 WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]
 

@@ -28,10 +28,10 @@ from trainer.compute.batch import Batch, RawScores
 from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.sharding import InStep
-from trainer.endings import keep_endings, load_endings
 from trainer.evaluation import Evaluation
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
+from trainer.generation.stops import keep_endings, load_endings
 from trainer.inputs import (
     Prompts,
     check_files,

@@ -29,14 +29,13 @@ from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.kv_cache import KVCache, bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import sample_tokens, uniform
-from trainer.generation.stops import Forbidden, StopStrings
+from trainer.generation.stops import STEPS_PER_CHECK, Forbidden, StopStrings
 
 SLOTS = 256  # at most so many sequences decode together
 NONE = (0, 0, 0)  # sizes of calls to come: none known
 CACHE_BYTES = 4 << 30  # at most this much memory for their keys and values, where nothing else is asked for
 # Compact the batch once an eighth of the rows have finished, because moving cache rows costs time
 COMPACT_AT = 8
-STEPS_PER_CHECK = 8  # on a GPU, decoding steps between two checks (EOS, stop strings), which wait for it
 MIN_GRAPH_COLUMNS = 128  # the least columns of a captured step; more double them
 GRAPH_ROWS = 32  # rows of a captured step: a power of 2 up to here, above it a multiple
 # On a CPU, decoded rows and the head's come in multiples of 8: in fp32, products of fewer rows may round

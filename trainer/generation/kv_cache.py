@@ -81,8 +81,8 @@ class KVCache(Cache):
     def decode(self, positions: Tensor, longest: int) -> Tensor | dict[str, Tensor]:
         """The next forward reads one token for each of the first n slots, at ``positions`` [n], all below
         ``longest``. -> the additive attention mask [n, 1, 1, longest], or {layer type: mask} where the layers
-        differ. Where no mask is read, the positions take its place, as a tensor of four dimensions: else
-        transformers would make a mask."""
+        differ. A ``fused`` cache reads no mask and returns the positions as a tensor of four dimensions:
+        without any mask transformers would make one."""
         self.positions = positions
         self.longest = longest
         self.delta = None

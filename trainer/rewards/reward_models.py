@@ -127,8 +127,9 @@ class ClassifierRewardModel(RewardModel):
                 ids, types = pair_ids(self.tokenizer, conversations)
             else:
                 ids = types = conversation_ids(self.tokenizer, conversations, self.form)
-            kept = len(around(self.tokenizer)[0])
-            ids, types = ([x[:kept] + x[kept:][kept - self.max_length :] for x in y] for y in (ids, types))
+            first = len(around(self.tokenizer)[0])
+            last = first - self.max_length  # negative: so many tokens stay behind the first ones
+            ids, types = ([x[:first] + x[first:][last:] for x in rows] for rows in (ids, types))
         scores = torch.empty(len(ids))
 
         def score_some(rows):
@@ -227,7 +228,7 @@ class RemoteRewardModel(RewardModel):
 
 
 @contextmanager
-def named_in_errors(path: str) -> Iterator[None]:
+def loading_errors(path: str) -> Iterator[None]:
     """In this block, errors are InputErrors that name this reward model."""
     where = "cannot be loaded" if Path(path).exists() else "no such folder here, and not loaded from the hub"
     with quiet(), as_input_error(f"--reward_model {path}: {where}"):
@@ -237,7 +238,7 @@ def named_in_errors(path: str) -> Iterator[None]:
 def check_reward_model(spec: str, trust_remote_code: bool) -> None:
     """Raise InputError where there is no reward model of this name, or its config cannot be read."""
     path, _ = parse_spec(spec)
-    with named_in_errors(path):
+    with loading_errors(path):
         load_config(path, trust_remote_code)
 
 
@@ -254,7 +255,7 @@ def load_reward_model(
     dtype: of mixed precision. weights: in which linear layers and embeddings are kept, "auto" for that of the
     checkpoint; form: of --reward_template. Raises InputError if it cannot be loaded or is not a reward model.
     """
-    with named_in_errors(path):
+    with loading_errors(path):
         config = load_config(path, trust_remote_code)
         outside = is_from_outside(config)
         classifies = "ForSequenceClassification" in str(config.architectures)
