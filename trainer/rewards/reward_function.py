@@ -458,12 +458,14 @@ def await_all(returned: list[object]) -> list[object]:
 UNORDERED = (str, bytes, dict, set)  # no lists of scores
 
 
-def as_scores(returned: object, responses: list[str], nan_is_none: bool) -> Returned:
+def as_scores(returned: Any, responses: list[str], nan_is_none: bool) -> Returned:
     """-> a number for each of these responses, the sum of its steps where it has any, or None; and the steps
     of each. Raises InputError that says what is wrong with what was returned."""
-    single = getattr(returned, "ndim", 1) == 0  # a tensor of one number
-    is_list = isinstance(returned, Iterable) and not isinstance(returned, UNORDERED) and not single
-    given = list(returned) if is_list else []  # type: ignore[call-overload]
+    try:
+        given = iter(()) if isinstance(returned, UNORDERED) else iter(returned)
+    except TypeError:
+        given = iter(())
+    given = [*given]
     if len(given) != len(responses):
         raise InputError(
             f"--reward_fn: returned {len(given)} scores for {len(responses)} responses: {_shown(returned)}; "

@@ -127,9 +127,8 @@ class ClassifierRewardModel(RewardModel):
                 ids, types = pair_ids(self.tokenizer, conversations)
             else:
                 ids = types = conversation_ids(self.tokenizer, conversations, self.form)
-            first = len(around(self.tokenizer)[0])
-            last = first - self.max_length  # negative: so many tokens stay behind the first ones
-            ids, types = ([x[:first] + x[first:][last:] for x in rows] for rows in (ids, types))
+            kept = len(around(self.tokenizer)[0])
+            ids, types = ([x[:kept] + x[kept:][kept - self.max_length :] for x in y] for y in (ids, types))
         scores = torch.empty(len(ids))
 
         def score_some(rows):
