@@ -201,19 +201,16 @@ class Reward:
                 answer = rules.after_thinking(response, begun(prompt.prompt))
             asked.append((merged_history(question) if self.merge_history else question, answer))
         count = len(asked)
-        rows = []  # of the responses with an answer block
-        for row, (prompt, text) in enumerate(asked[:]):
-            block = rules.answer_text(text) if self.reasoning else None
-            if block is not None:
-                rows.append(row)
-                asked.append((prompt, block))
-        found = {name: model(asked) for name, (model, _) in self.models.items()}
-        for name, scores in found.items():  # all have scored: sharded ones need all processes
-            prompts = [*request.prompts, *(request.prompts[row] for row in rows)]
-            finite("--reward_model", scores, [text for _, text in asked], prompts)
+        found = [rules.answer_text(text) for _, text in asked] if self.reasoning else []
+        blocks = {row: block for row, block in enumerate(found) if block is not None}
+        asked += [(asked[row][0], block) for row, block in blocks.items()]
+        prompts = request.prompts + [request.prompts[row] for row in blocks]
+        scores = {name: model(asked) for name, (model, _) in self.models.items()}
+        for name, x in scores.items():  # all have scored: sharded ones need all processes
+            finite("--reward_model", x, [text for _, text in asked], prompts)
             raw.blocks[name] = torch.full((count,), math.nan)
-            raw.blocks[name][rows] = scores[count:]
-        return {name: scores[:count] for name, scores in found.items()}
+            raw.blocks[name][[*blocks]] = x[count:]
+        return {name: x[:count] for name, x in scores.items()}
 
     def combine(self, raw: RawScores, world: Any = None) -> Parts:
         """``RawScores`` -> {part: [B], "score": their sum [B]}; {} without any. With ``--normalize_reward``
