@@ -133,9 +133,12 @@ def questions(args: Flags) -> Iterator[str]:
     if args.prompt is not None:
         yield args.prompt
         return
-    for line in sys.stdin or ():  # a closed stream is None
+    terminal = sys.stdin and sys.stdin.isatty()  # a closed stream is None
+    if terminal:
+        say("type a question; Ctrl-D ends")
+    for line in sys.stdin or ():
         prompt = line.removeprefix("\ufeff").strip()
-        if not sys.stdin.isatty():
+        if not terminal:
             print(f"> {prompt}", flush=True)
         yield prompt
 
