@@ -146,6 +146,9 @@ def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside
     path.write_text(f"import torch\n{off}def f(p, r, a):\n    {off}    return [1, 2]\n")
     assert called(load()) == [1, 2]
     assert torch.is_grad_enabled()
+    scorer = "from dataclasses import dataclass\n@dataclass\nclass Scorer:\n    x: float\n"
+    path.write_text(scorer + "    def __call__(self, p, r, a):\n        return [self.x] * 2\nf = Scorer(3)\n")
+    assert called(load()) == [3, 3]  # it has no hash
     path.write_text("def f(p, r, a):\n    return r[9]\n")
     refused(r"IndexError: .* at .*f\.py:2; correct the function", called, load())
 
@@ -360,8 +363,9 @@ def test_verls_functions_are_called_once_a_response_with_the_truth_of_its_record
     request = as_request(records=records)
     seen = []
 
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None, method="strict"):
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, method="strict", step=0):
         seen.append((data_source, solution_str, ground_truth, extra_info, method))
+        assert step == 0  # a name of its own, not the run's
         return {"score": torch.tensor(0.5), "acc": True} if data_source else numpy.bool_(True)
 
     assert scored(compute_score, request) == [0.5, 1.0]

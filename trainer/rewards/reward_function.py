@@ -20,7 +20,7 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -108,9 +108,11 @@ def load_reward_functions(specs: list[str]) -> RewardFunctions:
     for part, (path, name, weight) in named_functions(specs).items():
         if path not in modules:
             modules[path] = import_file(path, name)
-        function = getattr(modules[path], name, None)
+        function: Any = getattr(modules[path], name, None)
         if not callable(function):
             raise InputError(f"--reward_fn {path}: has no function {name!r}")
+        if not isinstance(function, Hashable):  # an object such as a dataclass, whose method has a hash
+            function = function.__call__
         with named_in_errors(part):
             signature_of(function)
         found[part] = function, weight
@@ -342,6 +344,8 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, Any]:
     """-> {parameter: the column that it gets}"""
     signature = signature_of(function)
     given = {name: x for name, x in columns_of(signature.kind, request).items() if signature.takes(name)}
+    if signature.kind == "verl":  # it asks for no other names
+        return given
     for name, needed in signature.names.items():
         if name in request.run_values and name not in given:
             given[name] = request.run_values[name]
