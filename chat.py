@@ -102,7 +102,10 @@ class Speaker:
         eos, stops, _ = self.endings
 
         def ended(ids: list[int]) -> bool:
-            return ids[-1] in eos or bool(stops and stops.end(ids[-stops.window :], len(ids), least=0))
+            if ids[-1] in eos or not stops:
+                return ids[-1] in eos
+            said = decode(self.tokenizer, ids)
+            return any(text in said for text in stops.texts)
 
         def stop(sequence: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return torch.tensor([ended(sequence[0, len(asked) :].tolist())], device=sequence.device)

@@ -36,8 +36,9 @@ class Slots:
             return torch.tensor(values, device=DEVICE)
 
         row, count, done = ids(4, 8, 0, 2, 7, 8), ids(0, 2, 3, 1, 4, 0), ids(0, 1, 0, 0, 0, 1)
-        self.state = torch.stack([row, torch.full_like(row, 3), 7 + count, count, done])
-        self.row, self.token, self.position, self.count, self.done = self.state
+        begun = ids(0, 1, 1, 0, 0, 1)
+        self.state = torch.stack([row, torch.full_like(row, 3), 7 + count, count, begun, done])
+        self.row, self.token, self.position, self.count, self.begun, self.done = self.state
         self.noise = uniform(noise_keys(1, 0, range(9)), 6).to(DEVICE)
         self.eos, self.limit, self.forbidden = ids(1, 4, 6), 5, Forbidden(2, (1, 4, 6))
         self.tokens = torch.zeros(9, 6, dtype=torch.int64, device=DEVICE)
@@ -45,6 +46,8 @@ class Slots:
         self.device = torch.device(DEVICE)
         self.temperature = 0.8
         self._logits = lambda states: states
+        self.stop_table = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
+        self.stop_table[0, 2], self.stop_table[1, 3] = 1, 2  # token 3 ends a response, behind token 2
 
 
 def test_what_is_kept_of_a_token(monkeypatch):

@@ -65,17 +65,20 @@ def end_by_hand(strings, tokenizer, ids, least=0):
     return None
 
 
-def end_of(wanted, ids, least=0, steps=1):
-    """What a sampler finds that looks after every few tokens, at the newest ones alone."""
-    for count in [*range(1, len(ids), steps), len(ids)]:
-        newest = ids[max(0, count - wanted.window) : count]
-        if end := wanted.end(newest, count, least):
-            return end
+def end_of(wanted, ids, least=0):
+    """What a sampler makes of the table, a token at a time."""
+    states = len(wanted.table)
+    state = 0
+    for count, i in enumerate(ids, 1):
+        found = wanted.table[state, i].item()
+        state = found % states
+        if found >= states and count >= least:
+            return count
     return None
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_the_newest_tokens_show_what_searching_every_prefix_shows(kind):
+def test_the_table_finds_what_searching_every_prefix_finds(kind):
     """Whatever pieces the tokens come in; a quarter of the responses has a least length too. A text is what
     the tokenizer decodes all its tokens to, up to the stop string, which is in it but for a space at the
     beginning, and for bytes among which there are halves of characters."""
@@ -87,8 +90,7 @@ def test_the_newest_tokens_show_what_searching_every_prefix_shows(kind):
             least = generator.randint(2, 12) if number % 4 == 0 else 0
             end = end_by_hand(strings, tokenizer, ids, least)
             found += end is not None
-            for steps in (1, 8):  # of a CPU, of a GPU
-                assert end_of(wanted, ids, least, steps) == end, (strings, ids, least)
+            assert end_of(wanted, ids, least) == end, (strings, ids, least)
             text = decode(tokenizer, ids[:end])
             places = [text.find(stop) for stop in strings if stop in text]
             if end and not least and "\ufffd" not in text and places:
@@ -102,11 +104,12 @@ def test_by_hand():
     tokenizer = byte_level()
     ids = tokenizer.get_vocab()
     wanted = StopStrings(["\n\n"], tokenizer)
-    assert [wanted.bytes_of(i) for i in (ids["bĊ"], len(ids))] == [b"b\n", b""]  # no such id
+    assert wanted.table.shape == (2, len(ids) + 1)
+    assert wanted.table[:, -1].tolist() == [0, 1]  # an id that the tokenizer does not have
+    assert wanted.table[:, ids["Ċ"]].tolist() == [1, 3]  # the second completes it, and may begin another
     tokens = [ids[name] for name in ("a", "bĊ", "Ċa", "b", "Ċ", "Ċ")]
     assert (end_of(wanted, tokens[:2]), end_of(wanted, tokens)) == (None, 3)
     assert wanted.cut(tokens[:3]) == "ab"
-    assert end_of(wanted, tokens, steps=6) == 3  # the first, although another comes behind it
     assert end_of(wanted, tokens, least=4) == 6
     assert wanted.cut(tokens) == "ab\n\nab"
     assert wanted.cut([ids["a"], ids["</s>"]]) == "a"
@@ -186,6 +189,8 @@ def test_whatever_ends_a_response_nothing_else_changes(model, wanted, slots, dev
             assert rollout.finished.tolist() == [cases[row][1] for row in rows]
             assert rollout.sampler_logprobs.shape == rollout.action_mask.shape
             assert (rollout.sampler_logprobs * ~rollout.action_mask == 0).all()
+            with torch.inference_mode():
+                sampler.engine.begun.fill_(1)  # what the last ones have left
         seen.append((min(len(ids) for ids, _ in cases), sum(finished for _, finished in cases)))
     assert [shortest for shortest, _ in seen] == [1, 1, 5, 2, 6, 1, 6]
     assert seen[0][1] > seen[1][1] and all(0 < finished < 16 for _, finished in seen)

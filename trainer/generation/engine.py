@@ -2,11 +2,10 @@
 
 ``Sampler.load`` says which policy samples: in training the old actor, in evaluation the actor.
 
-A fixed number of slots (max_num_seqs, in vLLM's words) each hold one sequence, at its own position. The loop
-in ``Sampler.sample`` schedules (``admit``: waiting prompts are prefilled into free slots), steps
-(``advance``: every live sequence gets a token) and evicts (``compact``: finished sequences leave, the last
-live ones move into their slots). The sampled tokens do not depend on any of this, up to rounding: see
-sampling.py. What ends a response, the stopping criteria: stops.py.
+A fixed number of slots each hold one sequence, at its own position. A decoding step gives every live sequence
+one token. Finished sequences leave, the last live ones move into their slots, and waiting prompts are
+prefilled into the slots behind. The sampled tokens do not depend on any of this, up to rounding: see
+sampling.py. What ends a response: stops.py.
 """
 
 import inspect
@@ -29,22 +28,21 @@ from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.kv_cache import KVCache, bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import sample_tokens, uniform
-from trainer.generation.stops import STEPS_PER_CHECK, Forbidden, StopStrings
+from trainer.generation.stops import Forbidden, StopStrings
 
 SLOTS = 256  # at most so many sequences decode together
 NONE = (0, 0, 0)  # sizes of calls to come: none known
 CACHE_BYTES = 4 << 30  # at most this much memory for their keys and values, where nothing else is asked for
 # Compact the batch once an eighth of the rows have finished, because moving cache rows costs time
 COMPACT_AT = 8
+STEPS_PER_CHECK = 8  # on a GPU, decoding steps between two checks for finished sequences, which wait for it
 MIN_GRAPH_COLUMNS = 128  # the least columns of a captured step; more double them
 GRAPH_ROWS = 32  # rows of a captured step: a power of 2 up to here, above it a multiple
 # On a CPU, decoded rows and the head's come in multiples of 8: in fp32, products of fewer rows may round
 # differently, and in bf16 oneDNN compiles code for each new shape
 ROW_MULTIPLE = 8
 
-# ``Engine.done`` of a slot, as bits
-CUT = 1  # the sequence has max_gen_len tokens, or the slot is empty
-ENDED = 2  # the sequence has ended by itself
+Ends = tuple[Forbidden, StopStrings | None]  # what ends a response: EOS ids, and from where on; its stops
 
 
 class Sampler:
@@ -102,11 +100,11 @@ class Sampler:
         """
         count = len(prompt_ids)
         width = max(map(len, prompt_ids)) + max_gen_len
-        sizes = tuple(map(max, self.sizes, (count, width, max_gen_len)))
 
         def run():
-            engine = self._engine(sizes, Forbidden(min_gen_len, tuple(eos_ids), never))
-            engine.start(prompt_ids, keys, max_gen_len, temperature, stops)
+            sizes = tuple(map(max, self.sizes, (count, width, max_gen_len)))
+            engine = self._engine(sizes, (Forbidden(min_gen_len, tuple(eos_ids), never), stops))
+            engine.start(prompt_ids, keys, max_gen_len, temperature)
             with phase("sampling", count, "responses") as bar:
                 while engine.waiting or engine.live:
                     engine.admit()
@@ -118,10 +116,9 @@ class Sampler:
         with torch.inference_mode():
             while (engine := attempt(run)[1]) is None:
                 self.release()  # before anything is built again, so that no two caches fill the memory
-                slots = self._slots_for(sizes)
-                if slots == 1:
+                if self.tried == 1:
                     raise out_of_memory_error(width)
-                self.slots = slots // 2
+                self.slots = self.tried // 2
         # Not in inference mode: its tensors may take part in training.
         batch = new_batch(
             prompt_ids,
@@ -137,20 +134,17 @@ class Sampler:
             )
         return batch
 
-    def _slots_for(self, sizes):
-        """As many slots as calls of these sizes can use, and as there is memory for."""
-        model = self.copy.model
-        rows, width, _ = sizes
-        most = rows + -rows % ROW_MULTIPLE
-        sequence = width * bytes_per_token(model.config, model.dtype.itemsize)
-        return min(self.slots, most, max(1, self.cache_bytes // sequence))
-
-    def _engine(self, sizes, forbidden):
-        """The engine for a call of these sizes."""
-        if self.engine is None or (sizes, forbidden) != (self.sizes, self.engine.forbidden):
+    def _engine(self, sizes, ends):
+        """The engine for a call of these sizes, with as many slots as there is room for."""
+        if self.engine is None or (sizes, ends) != (self.sizes, self.engine.ends):
             self.release()  # an engine goes before the new one allocates
             self.sizes = sizes
-            self.engine = Engine(self.copy.model, self._slots_for(sizes), sizes, forbidden, self.graphs)
+            model = self.copy.model
+            rows, width, _ = sizes
+            most = rows + -rows % ROW_MULTIPLE
+            sequence = width * bytes_per_token(model.config, model.dtype.itemsize)
+            self.tried = min(self.slots, most, max(1, self.cache_bytes // sequence))
+            self.engine = Engine(model, self.tried, sizes, ends, self.graphs)
         return self.engine
 
 
@@ -158,33 +152,31 @@ class Engine:
     """The slots, the sequences in them and the results. Tensors keep their addresses, as CUDA graphs require.
 
     sizes: (rows, most prompts of a call; width, of the cache; longest response). The first ``live`` slots
-    hold sequences; the others are empty and count as done. ``state`` [5, slots] describes the slots; tokens,
+    hold sequences; the others are empty and count as done. ``state`` [6, slots] describes the slots; tokens,
     logprobs and noise have a row for each prompt, and one with a column more: what slots that are done write.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        slots: int,
-        sizes: tuple[int, ...],
-        forbidden: Forbidden,
-        graphs: CudaGraphs,
+        self, model: PreTrainedModel, slots: int, sizes: tuple[int, ...], ends: Ends, graphs: CudaGraphs
     ) -> None:
         rows, width, limit = sizes
         self.model = model
         self.head = model.get_output_embeddings()
         self.slots = slots
+        self.ends = ends
         self.cache = KVCache(model, slots, width)
         names = inspect.signature(model.base_model.forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # before transformers 5.24
         self.graphs = graphs
         self.device = model.device
-        self.forbidden = forbidden
-        self.eos = send(torch.tensor(forbidden.ids), self.device)
+        self.forbidden, stops = ends
+        self.eos = send(torch.tensor(self.forbidden.ids), self.device)
+        self.stop_table = send(stops.table, self.device) if stops else None
         zeros = self.eos.new_zeros  # ids, on the device
-        # done: 0 while the sequence is running, else CUT, ENDED or both
-        self.state = zeros(5, slots)
-        self.row, self.token, self.position, self.count, self.done = self.state
+        # begun: how much of a stop string the text ends with, a state of ``StopStrings``. done: 0 while the
+        # sequence goes on; 1 where it was cut, or the slot is empty; 2 or 3 where it has ended by itself
+        self.state = zeros(6, slots)
+        self.row, self.token, self.position, self.count, self.begun, self.done = self.state
         place = fp64_device(self.device)
         self.noise = zeros(rows + 1, limit + 1, dtype=torch.float64, device=place)
         self.tokens = zeros(rows + 1, limit + 1)
@@ -192,17 +184,9 @@ class Engine:
         self.response_len = zeros(rows)
         self.finished = zeros(rows, dtype=torch.bool)
 
-    def start(
-        self,
-        prompt_ids: list[list[int]],
-        keys: Tensor,
-        max_gen_len: int,
-        temperature: float,
-        stops: StopStrings | None = None,
-    ) -> None:
+    def start(self, prompt_ids: list[list[int]], keys: Tensor, max_gen_len: int, temperature: float) -> None:
         """Begin a call: all prompts wait, the longest first, so that similar ones are prefilled together."""
         self.prompt_ids = prompt_ids
-        self.stops = stops
         self.temperature = temperature
         self.limit = max_gen_len
         self.waiting = sorted(range(len(prompt_ids)), key=lambda i: (len(prompt_ids[i]), -i))
@@ -215,11 +199,11 @@ class Engine:
         self.live = live
         self.row[live:] = len(self.tokens) - 1
         self.position[live:] = 0
-        self.done[live:] = CUT
+        self.done[live:] = 1
 
     def admit(self) -> None:
-        """Schedule: prefill waiting prompts into free slots, once an eighth of the slots are free, or enough
-        for all waiting prompts, or no sequence is live. Rows with the same prompt share its computation."""
+        """Prefill waiting prompts into free slots, once an eighth of the slots are free, or enough for all
+        waiting prompts, or no sequence is live. Rows with the same prompt share its computation."""
         free = min(self.slots - self.live, len(self.waiting))
         if not free or (self.live and free < min(len(self.waiting), self.slots // COMPACT_AT)):
             return
@@ -253,8 +237,8 @@ class Engine:
         self.live = new.stop
 
     def advance(self) -> None:
-        """Step: decode the next token of every live sequence; on a GPU, ``STEPS_PER_CHECK`` tokens without
-        waiting for it."""
+        """Decode the next token of every live sequence; on a GPU, ``STEPS_PER_CHECK`` tokens without waiting
+        for it."""
         gpu = self.graphs.asynchronous
         multiple = _bucket(self.live, 1, GRAPH_ROWS) if gpu else ROW_MULTIPLE
         rows = min(self.slots, self.live + -self.live % multiple)
@@ -279,31 +263,36 @@ class Engine:
         ).last_hidden_state
 
     def _sample_and_store(self, slots, states):
-        """Sample a token for each of these n slots from its state [n, H], and store it. A response ends here
-        at an EOS, or at max_gen_len tokens."""
-        row, token, position, count, done = self.state[:, slots]  # views
+        """Sample a token for each of these n slots from its state [n, H], and store it. A response ends here:
+        at an EOS, at a stop string, or at max_gen_len tokens."""
+        row, token, position, count, begun, done = self.state[:, slots]  # views
         logits = self._logits(states)
         if self.forbidden:
             self.forbidden.forbid_(logits, count)
-        running = done == 0
-        position += running
+        going_on = done == 0
+        position += going_on
         fused = getattr(kernels_for(logits), "sample_and_store", None) if self.temperature else None
         if fused:  # a GPU's kernels
             state = row, token, count, done
             results = self.tokens, self.logprobs
             fused(logits, self.temperature, self.noise, self.eos, self.limit, state, results)
-            return
-        column = torch.where(running, count, self.tokens.shape[1] - 1)
-        place = self.noise.device
-        noise = self.noise[row.to(place), column.to(place)]
-        sampled = sample_tokens(logits.to(place), self.temperature, noise)
-        drawn, logprob = (x.to(self.device) for x in sampled)
-        self.tokens[row, column] = drawn
-        self.logprobs[row, column] = logprob
-        token.copy_(drawn)
-        count += running
-        ended = (drawn[:, None] == self.eos).any(1) & running
-        done |= ended * ENDED | (count >= self.limit) * CUT
+        else:
+            column = torch.where(going_on, count, self.tokens.shape[1] - 1)
+            place = self.noise.device
+            noise = self.noise[row.to(place), column.to(place)]
+            sampled = sample_tokens(logits.to(place), self.temperature, noise)
+            drawn, logprob = (x.to(self.device) for x in sampled)
+            ended = (drawn[:, None] == self.eos).any(1)
+            self.tokens[row, column] = drawn
+            self.logprobs[row, column] = logprob
+            token.copy_(drawn)
+            count += going_on
+            done |= (ended & going_on) * 2 | (count >= self.limit)
+        if self.stop_table is not None:
+            known, ids = self.stop_table.shape
+            found = self.stop_table[begun, token.clamp(max=ids - 1)]
+            begun.copy_(found % known)
+            done |= ((found >= known) & (count >= self.forbidden.least) & going_on) * 2
 
     def _logits(self, states):
         """[n, H] -> [n, V], on a GPU in fp32: rounded to bf16, logits of 16 to 32 would be 0.125 apart"""
@@ -311,31 +300,15 @@ class Engine:
             return self.head(F.pad(states, (0, 0, 0, -len(states) % ROW_MULTIPLE)))[: len(states)]
         return head_logits(states, self.head.weight, self.head.bias, self.head.weight.dtype)
 
-    def _end_at_stops(self, stops):
-        """End each live sequence at its first token that completes a stop string; what a GPU has decoded
-        behind that token is not of the response. -> ``done`` of the live slots, read with the tokens at once
-        """
-        row, _, _, count, done = self.state[:, : self.live]
-        window = torch.arange(-stops.window, 0, device=self.device)
-        newest = self.tokens[row[:, None], (count[:, None] + window).clamp(min=0)]
-        gone = []
-        for slot, (ended, length, *ids) in enumerate(torch.column_stack([done, count, newest]).tolist()):
-            end = stops.end(ids[-length:], length, self.forbidden.least)
-            if end:
-                count[slot] = end
-                done[slot] = ENDED
-            gone.append(ended or end)
-        return gone
-
     def compact(self) -> None:
-        """Evict finished sequences, once they are an eighth; the last live ones move into their slots."""
-        row, _, _, count, done = self.state[:, : self.live]
-        gone = self._end_at_stops(self.stops) if self.stops else done.tolist()
+        """Remove finished sequences, once they are an eighth; the last live ones move into their slots."""
+        row, _, _, count, _, done = self.state[:, : self.live]
+        gone = done.tolist()
         stay = [slot for slot, ended in enumerate(gone) if not ended]
         if (self.live - len(stay)) * COMPACT_AT < self.live:
             return
         self.response_len[row] = count
-        self.finished[row] = done >= ENDED
+        self.finished[row] = done >= 2
         holes = [slot for slot in range(len(stay)) if gone[slot]]
         if holes:
             source, target = send(torch.tensor([stay[-len(holes) :], holes]), self.device)

@@ -8,17 +8,12 @@ any other, unless --mask_truncated leaves it out of the policy loss.
 - Not before ``--min_gen_len`` tokens (``Forbidden``): a stop string that an earlier token completes does not
 count.
 
-EOS and length are looked at on the device, in every step (``Engine._sample_and_store``). Stop strings are
-looked for by the host where it looks for finished responses (``Engine.compact``): on a CPU after every step,
-on a GPU every few; tokens behind a stop string are cut off.
+All of it is looked at on the device, in every step (``Engine._sample_and_store``), so no host waits for it.
 """
 
-import re
 from argparse import Namespace
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -31,7 +26,6 @@ from model.loading import TAGS, eos_ids
 from trainer.compute.batch import Batch
 from trainer.compute.batching import Layout
 
-STEPS_PER_CHECK = 8  # on a GPU, decoding steps between two looks at what has ended, which wait for it
 HALF = "\ufffd"  # what an incomplete character decodes to
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # in tokens such as GPT-2's
 
@@ -87,42 +81,50 @@ def without_text(
 
 
 class StopStrings:
-    """texts: those that end a response (stop sequences). They are looked for in the bytes of its tokens, so
-    it does not matter how tokens cut them."""
+    """texts: those that end a response. An automaton over the bytes of the text finds them (Aho and Corasick
+    1975), however tokens cut them; its state is the longest beginning of one with which the text so far ends.
+
+    ``table`` [states, ids + 1]: the state after a token, plus the number of states where the token completes
+    a stop string. The last column is for ids that the tokenizer does not have: they change no state.
+    """
 
     def __init__(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.texts = texts
         self.tokenizer = tokenizer
-        stops = [text.encode() for text in texts]
-        self.pattern = re.compile(b"|".join(b"(?<=%s)" % re.escape(stop) for stop in stops))  # where one ends
-        # The tokens since the last look, and those of a stop string, with some between them that have no text
-        self.window = 1 + STEPS_PER_CHECK + 2 * max(map(len, stops))
-        self.names = {i: name for name, i in tokenizer.get_vocab().items()}
-        self.bytes_of = cache(self._bytes_of)
+        stops = tuple(text.encode() for text in texts)
+        starts = sorted({stop[:end] for stop in stops for end in range(len(stop))})
+        states = {text: place for place, text in enumerate(starts)}
+        count = len(states)  # the first of them is b""
+        after = torch.zeros(2 * count, 256, dtype=torch.int64)  # the table of single bytes
+        for begun, state in states.items():
+            for byte in range(256):
+                text = begun + bytes([byte])
+                longest = next(text[start:] for start in range(len(text) + 1) if text[start:] in states)
+                after[state, byte] = states[longest] + count * text.endswith(stops)
+        after[count:] = after[:count] % count + count  # completed stays so
+        words = dict(enumerate(self._vocabulary()))
+        self.table = torch.arange(count)[:, None].repeat(1, len(words))
+        for place in range(max(map(len, words.values()))):  # byte by byte, from every state
+            words = {i: word for i, word in words.items() if len(word) > place}
+            ids = torch.tensor(list(words))
+            self.table[:, ids] = after[self.table[:, ids], torch.tensor([w[place] for w in words.values()])]
 
-    def _bytes_of(self, i):
-        """What a token adds to a text; nothing where the tokenizer does not have this id."""
-        if i not in self.names:
-            return b""
+    def _vocabulary(self):
+        """-> by id the bytes that each token adds to a text, and none for an id more."""
+        ids = self.tokenizer.get_vocab()
+        found = [b""] * (max(ids.values()) + 2)
         before = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
-        text = decode(self.tokenizer, [*before, i])[len(decode(self.tokenizer, before)) :]
-        if HALF not in text:
-            return text.encode()
-        name = self.names[i]
-        if name.startswith("<0x"):  # a single byte, as in Llama 2's tokenizer
-            return bytes.fromhex(name[3:5])
-        return bytes(BYTES.get(character, 0) for character in name)
-
-    def end(self, ids: list[int], length: int, least: int) -> int:
-        """ids: the last tokens, ``window`` or all, of a response of ``length`` tokens so far -> how many it
-        has up to the first of these that completes a stop string, at least ``least``; 0 without one."""
-        pieces = [*map(self.bytes_of, ids)]
-        for found in self.pattern.finditer(b"".join(pieces)):
-            ends = accumulate(map(len, pieces), initial=0)
-            count = length - len(ids) + bisect_left([*ends], found.end())
-            if count >= least:
-                return count
-        return 0
+        silent = with_roles(self.tokenizer)
+        length = len(decode(self.tokenizer, before))
+        for token, i in ids.items():
+            text = decode(self.tokenizer, [*before, i], silent)[length:]
+            if HALF not in text:
+                found[i] = text.encode()
+            elif token.startswith("<0x"):  # a single byte, as in Llama 2's tokenizer
+                found[i] = bytes.fromhex(token[3:5])
+            else:
+                found[i] = bytes(BYTES.get(character, 0) for character in token)
+        return found
 
     def cut(self, ids: list[int]) -> str:
         """The tokens of a response that has ended -> its text: up to where the stop string begins that the
@@ -153,12 +155,13 @@ def response_texts(
     return [response_text(ids, ended, tokenizer, stops) for ids, ended in rows]
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], silent: set[int] | None = None) -> str:
     """Token ids -> their text, without EOS, BOS, padding and others that have a role for the tokenizer. Other
-    special tokens, such as an [ANS] of the user's, are what the policy says."""
-    silent = with_roles(tokenizer)
-    said = [i for i in ids if i not in silent]
-    return str(tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    special tokens, such as an [ANS] of the user's, are what the policy says. silent: ``with_roles``, for who
+    decodes often."""
+    silent = with_roles(tokenizer) if silent is None else silent
+    ids = [i for i in ids if i not in silent]
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def with_roles(tokenizer: PreTrainedTokenizerBase) -> set[int]:
