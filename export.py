@@ -48,7 +48,7 @@ from dataset.chat_template import SYSTEM_PROMPT, TEMPLATE_KWARGS
 from dataset.formats import add_system, to_messages
 from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, quiet, tokenizer_source
 from model.model_minimind import MiniMindConfig
-from model.saving import is_exact, name_of, save_directory, save_policy, whole_state
+from model.saving import name_of, rounding_error, save_directory, save_policy, whole_state
 
 
 def card(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: Flags, dtype: str) -> str:
@@ -104,9 +104,10 @@ def main(argv: list[str] | None = None) -> None:
     target = Path(args.target)
     state = whole_state(model)
     # A .pth of a run gets its own dtype back: the first one in which nothing is lost.
-    exact = [x for x in (torch.float16, torch.bfloat16, torch.float32) if is_exact(state, x)]
-    dtype = getattr(torch, args.dtype) if args.dtype else exact[0]
+    exact = (x for x in (torch.float16, torch.bfloat16) if not rounding_error(state, x))
+    dtype = getattr(torch, args.dtype) if args.dtype else next(exact, torch.float32)
     name = name_of(dtype)
+    error = rounding_error(state, dtype)
     with quiet():
         if args.target.endswith(".pth"):
             save_policy(model, tokenizer, target, dtype, state)
@@ -121,7 +122,9 @@ def main(argv: list[str] | None = None) -> None:
             save_directory(model, tokenizer, target, dtype, state)
             with writing(args.target):
                 write_whole(target / "README.md", card(model, tokenizer, args, name))
-    lost = "" if dtype in exact else "; rounding has moved them, as much as a short run may"
+    lost = (
+        f"; rounding has moved them by {error:.1e} of their norm, as much as a short run may" if error else ""
+    )
     print(f"{args.target}: {type(model).__name__}, {model.num_parameters():,} parameters in {name}{lost}")
 
 

@@ -156,9 +156,15 @@ def kept_update(state: State, start: State, dtype: torch.dtype) -> tuple[float, 
     return cosine, math.sqrt(rounded_square / learned_square)
 
 
-def is_exact(state: State, dtype: torch.dtype) -> bool:
-    """Whether rounding to ``dtype`` changes none of the weights."""
-    return all(state[name].to(dtype).to(state[name].dtype).equal(state[name]) for name in _floating(state))
+def rounding_error(state: State, dtype: torch.dtype) -> float:
+    """By how much rounding to ``dtype`` moves the weights, as a share of their norm; 0: nothing is lost."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for name in _floating(state):
+        for piece in state[name].flatten().split(PIECE):
+            error = piece.to(dtype).double() - piece.double()
+            sums += torch.stack([error @ error, piece.double() @ piece.double()])
+    lost, square = sums.tolist()
+    return math.sqrt(lost / square) if lost else 0.0
 
 
 def _floating(state: State) -> list[str]:

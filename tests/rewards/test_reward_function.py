@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import io
 import json
 import math
 import shutil
@@ -455,19 +456,22 @@ def test_what_a_function_needs_beside_it_and_what_it_does_to_the_process(tmp_pat
     path.write_text(
         "import sys, torch\nfrom beside_it import length\ntorch.set_default_dtype(torch.float64)\n"
         "def f(p, r, a):\n    torch.set_default_dtype(torch.float64)\n    torch.set_num_threads(3)\n"
-        "    torch.set_default_device('meta')\n    sys.stderr = None\n"
+        "    torch.set_default_device('meta')\n    sys.stdout.close()\n    sys.stderr = None\n"
         "    return [length(x) for x in r]\n"
     )
     threads = torch.get_num_threads()
     before = sys.path[:]
-    stderr = sys.stderr
+    stdout, stderr = sys.stdout, sys.stderr
     try:
         [(function, _)] = reward_function.load_reward_functions([f"{path}:f"]).values()
         assert torch.get_default_dtype() == torch.float32
+        sys.stdout = io.StringIO()
         assert called(function) == [1, 1]
+        assert not sys.stdout.closed
         assert sys.stderr is stderr
     finally:
         sys.path[:] = before
+        sys.stdout = stdout
     assert torch.get_default_dtype() == torch.float32
     assert torch.get_num_threads() == threads
     assert torch.zeros(1).device.type == "cpu"

@@ -186,6 +186,9 @@ def contained() -> Iterator[None]:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         sys.stdout, sys.stderr = streams
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            if getattr(sys, name).closed:
+                setattr(sys, name, open(number, "w", errors="replace", closefd=False))  # noqa: SIM115
 
 
 # ---------------------------------------------------------------- what it takes
