@@ -105,12 +105,12 @@ HAND_WRITTEN = {
     ],
     "trainer/rewards/combine.py": [
         (
-            "rules.answer_text(text) if self.reasoning else None",
-            "rules.answer_text(text)",
+            "for _, text in asked] if self.reasoning else []",
+            "for _, text in asked]",
             "tests/rewards/test_rewards.py",
         ),
-        ("[rows] = scores[count:]", "[rows] = scores[count:].flip(0)", ALONE),
-        ("asked.append((prompt, block))", "asked.append((asked[0][0], block))", ALONE),
+        ("[[*blocks]] = x[count:]", "[[*blocks]] = x[count:].flip(0)", ALONE),
+        ("[(asked[row][0], block)", "[(asked[0][0], block)", ALONE),
     ],
     "trainer/rewards/reward_function.py": [
         ("zip(given, responses, strict=True), 1", "zip(given, responses[::-1], strict=True), 1", ALONE)

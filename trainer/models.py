@@ -27,7 +27,7 @@ from trainer.compute.memory import HostMemory, free_unused_memory
 from trainer.compute.precision import halve_exact, round_frozen
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import ShardGroup, shard
-from trainer.endings import Endings
+from trainer.generation.stops import Endings
 from trainer.rewards.reward_models import ClassifierRewardModel, RewardModel, RewardModels
 from trainer.runs.base import Learner
 from trainer.runs.optimizer_step import make_optimizer

@@ -20,10 +20,9 @@ from dataset.lm_dataset import Prompt
 from trainer.compute.batch import Batch
 from trainer.compute.batching import send
 from trainer.compute.memory import free_unused_memory
-from trainer.endings import Endings
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import decode, response_texts
+from trainer.generation.stops import Endings, decode, response_texts
 
 
 class Seconds(dict[str, float]):

@@ -29,10 +29,10 @@ from trainer.compute.batching import tokens_per_forward
 from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.sharding import ShardGroup
-from trainer.endings import keep_endings, load_endings
 from trainer.evaluation import Evaluation
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
+from trainer.generation.stops import keep_endings, load_endings
 from trainer.inputs import (
     Prompts,
     accuracy_note,
@@ -59,7 +59,7 @@ from trainer.options.replay import Replay
 from trainer.rewards.combine import (
     Reward,
     load_models,
-    make_judge,
+    make_eval_reward,
     make_reward,
     modules_of,
     named_as_evaluation,
@@ -72,9 +72,8 @@ from trainer.rewards.reward_function import (
     code_hash,
     fields_read,
     load_reward_functions,
-    names_of_run,
+    run_values,
     try_reward_functions,
-    values_of_run,
 )
 from trainer.rewards.reward_models import models_hash
 from trainer.rollout import RolloutEngine, with_sampled_space
@@ -155,8 +154,8 @@ class PpoRun(Run):
         )
         # Until they are sharded, reward models are in main memory: a whole one need not fit on a GPU.
         place = torch.device("cpu") if self.shards_rewards else world.device
-        load_models(self.judge, args, place, self.dtype)
-        self.eval_reward_hash = code_hash(args.eval_reward_fn) + models_hash(self.judge.models)
+        load_models(self.eval_reward, args, place, self.dtype)
+        self.eval_reward_hash = code_hash(args.eval_reward_fn) + models_hash(self.eval_reward.models)
         load_models(self.reward, args, place, self.dtype)
         if world.is_main and self.reward.models:
             self._reward_hash = models_hash(self.reward.models)  # before the models are rounded
@@ -217,7 +216,7 @@ class PpoRun(Run):
             self.dtype,
             actor,
             critic_start=critic,
-            rewards=scoring_models(self.reward, self.judge),
+            rewards=scoring_models(self.reward, self.eval_reward),
             endings=self.endings,
             total_steps=self.total_steps,
             shard_group=self.shard_group,
@@ -238,7 +237,7 @@ class PpoRun(Run):
         with named_as_evaluation():
             return [functions, load_reward_functions(self.args.eval_reward_fn)]
 
-    def _use_data(self, data: Prompts, functions: RewardFunctions, judges: RewardFunctions) -> None:
+    def _use_data(self, data: Prompts, functions: RewardFunctions, eval_functions: RewardFunctions) -> None:
         """Take the data, and do what needs no model besides: count the steps, make rewards without their
         models, call their functions once."""
         args = self.args
@@ -248,16 +247,15 @@ class PpoRun(Run):
         self.answers = args.num_generations
         self.total_steps = self.count_steps()
         choose_warmup(args, self.total_steps)
-        self.names_of_run = of_run = names_of_run(data, self.held_out)  # that functions may ask for
-        known = values_of_run(of_run, 0, self.total_steps)
-        # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
+        known = run_values(0, self.total_steps, data, self.held_out)  # that functions may ask for
+        # The evaluation reward never trains. Logged answers come with their scores.
         self.reward = Reward()
         if not args.offline_data_path:
             self.reward = make_reward(args, functions)
-            check_fields(functions, of_run, data, self.held_out)
-        self.judge = make_judge(args, judges)
+            check_fields(functions, known, data, self.held_out)
+        self.eval_reward = make_eval_reward(args, eval_functions)
         with named_as_evaluation():
-            check_fields(judges, of_run, self.held_out)
+            check_fields(eval_functions, known, self.held_out)
         if self.held_out and not args.offline_data_path:  # pairs of logged answers need the model
             self._first_best()  # checks --best_metric
         if not self.world.is_main:  # a function may cost money at each call
@@ -266,7 +264,7 @@ class PpoRun(Run):
             check_resume(self, self.text_fingerprints())
         try_reward_functions(self.reward.functions, known, args.reward_timeout, data, self.held_out)
         with named_as_evaluation():
-            try_reward_functions(judges, known, args.reward_timeout, self.held_out)
+            try_reward_functions(eval_functions, known, args.reward_timeout, self.held_out)
 
     def _planned(
         self,
@@ -283,7 +281,7 @@ class PpoRun(Run):
             device=self.world.device,
             dtype=self.dtype,
             models=sizes,
-            rewards=[ModelSizes(model, self.dtype) for model in modules_of(self.reward, self.judge)],
+            rewards=[ModelSizes(model, self.dtype) for model in modules_of(self.reward, self.eval_reward)],
             responses=room[0],
             width=room[1],
             demonstration=self.demonstrations.longest if self.demonstrations else 0,
@@ -300,7 +298,7 @@ class PpoRun(Run):
         if args.offline_data_path:
             self.display = displays.OFFLINE
             if self.held_out and not self.held_out_pairs:  # answers to its prompts are compared
-                best = "judge" if self.judge.names else "accuracy"
+                best = "judge" if self.eval_reward.names else "accuracy"
                 self.display = replace(displays.OFFLINE, tested="prompts", best=best)
         self.advantage_scale = AdvantageScale()
         self.kl = KlTarget(args, learner, world.size, world.sum)
@@ -334,8 +332,8 @@ class PpoRun(Run):
                 pairs=self.held_out_pairs,
                 models=models,
                 engine=self.engine,
-                rewards=(self.reward, self.judge),
-                raw_scores=self.raw_scores,
+                rewards=(self.reward, self.eval_reward),
+                score_parts=self.score_parts,
                 ema=self.ema,
             )
 
@@ -344,7 +342,7 @@ class PpoRun(Run):
         has."""
         assert self.held_out
         args = self.args
-        names = [*self.reward.names, *self.judge.names, "length", "finished"]
+        names = [*self.reward.names, *self.eval_reward.names, "length", "finished"]
         if self.reward.reasoning:
             names.append("format_rate")
         accuracy = self.held_out.has_accuracy  # whether right answers are known
@@ -367,8 +365,8 @@ class PpoRun(Run):
 
     # ------------------------------------------------------------------------------- what it is asked for
 
-    def raw_scores(self, reward: Reward, batch: Batch) -> RawScores:
-        """What each part of a reward (``Reward`` or ``Judge``) says of a batch's responses, before it is
+    def score_parts(self, reward: Reward, batch: Batch) -> RawScores:
+        """What each part of a reward (``Reward`` or ``EvalReward``) says of a batch's responses, before it is
         normalised, clipped and weighed. Raises InputError where one fails."""
         prompts = with_sampled_space(batch, self.tokenizer) if reward.server else batch.prompts
         request = Request(
@@ -377,18 +375,18 @@ class PpoRun(Run):
             batch.finished.tolist(),
             batch.layout.response_len,
             batch.responses(),
-            values_of_run(self.names_of_run, self.progress.step, self.total_steps),
+            run_values(self.progress.step, self.total_steps, self.data, self.held_out),
         )
         with self.models.host.on_device(*modules_of(reward)):
-            return reward.raw_scores(request)
+            return reward.score_parts(request)
 
     def begin(self, say: Say, keep_choice: Callable[[str, float], object]) -> None:
         """Choose --missing_eos_penalty where it is not given (options/missing_eos.py)."""
         if self.reward.missing_eos_penalty is not None:
             return
-        raw_scores = partial(self.raw_scores, self.reward)
+        score_parts = partial(self.score_parts, self.reward)
         penalty, line = choose_penalty(
-            self.args, self.world, self.data, self.engine, self.models.old_actor, self.reward, raw_scores
+            self.args, self.world, self.data, self.engine, self.models.old_actor, self.reward, score_parts
         )
         self.reward.missing_eos_penalty = penalty
         with self.world.all_or_none():  # the disk may be full
@@ -420,7 +418,7 @@ class PpoRun(Run):
         ]
         if texts := self.demonstrations:
             lines.append(f"ptx      {texts.path}: {texts.describe()}, weight {args.ptx_coef:g} (--ptx_coef)")
-        for model in scoring_models(self.reward, self.judge):
+        for model in scoring_models(self.reward, self.eval_reward):
             if model.form:
                 lines.append(
                     f"note     {model.tokenizer.name_or_path} reads {model.form!r} (--reward_template)"

@@ -288,7 +288,7 @@ def score(run: PpoRun, step: int, batch: Batch, seconds: Seconds) -> Batch:
     if run.args.offline_data_path:
         return batch  # the scores are those of the file
     with run.world.all_or_none():
-        batch.raw = run.raw_scores(run.reward, batch)
+        batch.raw = run.score_parts(run.reward, batch)
     if run.args.filter_groups:
         batch = sample_again(
             run.args,
@@ -298,7 +298,7 @@ def score(run: PpoRun, step: int, batch: Batch, seconds: Seconds) -> Batch:
             engine=run.engine,
             old_actor=run.models.old_actor,
             reward=run.reward,
-            raw_scores=partial(run.raw_scores, run.reward),
+            score_parts=partial(run.score_parts, run.reward),
             positions=run.positions,
             seconds=seconds,
         )

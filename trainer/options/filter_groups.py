@@ -45,13 +45,13 @@ def sample_again(
     engine: RolloutEngine,
     old_actor: PreTrainedModel,
     reward: Reward,
-    raw_scores: Callable[[Batch], RawScores],
+    score_parts: Callable[[Batch], RawScores],
     positions: Sequence[int],
     seconds: Seconds,
 ) -> Batch:
     """Sample this process' prompts whose answers all score the same again -> the batch with the new answers.
 
-    raw_scores: of the reward; positions: of the batch's rows in the global batch. Processes sample different
+    score_parts: of the reward; positions: of the batch's rows in the global batch. Processes sample different
     numbers of times, so they exchange nothing until all are done.
     """
     with world.all_or_none(), engine.weights_of(old_actor):
@@ -63,7 +63,7 @@ def sample_again(
             with seconds.of("rollout"):
                 new = engine.respond([batch.prompts[row] for row in rows], keys, args.temperature)
             with seconds.of("reward"):
-                batch.raw.replace(rows, raw_scores(new))
+                batch.raw.replace(rows, score_parts(new))
             order = list(range(len(batch.prompts)))
             for place, row in enumerate(rows):
                 order[row] = len(batch.prompts) + place

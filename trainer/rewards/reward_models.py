@@ -228,7 +228,7 @@ class RemoteRewardModel(RewardModel):
 
 
 @contextmanager
-def named_in_errors(path: str) -> Iterator[None]:
+def loading_errors(path: str) -> Iterator[None]:
     """In this block, errors are InputErrors that name this reward model."""
     where = "cannot be loaded" if Path(path).exists() else "no such folder here, and not loaded from the hub"
     with quiet(), as_input_error(f"--reward_model {path}: {where}"):
@@ -238,7 +238,7 @@ def named_in_errors(path: str) -> Iterator[None]:
 def check_reward_model(spec: str, trust_remote_code: bool) -> None:
     """Raise InputError where there is no reward model of this name, or its config cannot be read."""
     path, _ = parse_spec(spec)
-    with named_in_errors(path):
+    with loading_errors(path):
         load_config(path, trust_remote_code)
 
 
@@ -255,7 +255,7 @@ def load_reward_model(
     dtype: of mixed precision. weights: in which linear layers and embeddings are kept, "auto" for that of the
     checkpoint; form: of --reward_template. Raises InputError if it cannot be loaded or is not a reward model.
     """
-    with named_in_errors(path):
+    with loading_errors(path):
         config = load_config(path, trust_remote_code)
         outside = is_from_outside(config)
         classifies = "ForSequenceClassification" in str(config.architectures)

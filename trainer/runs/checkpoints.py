@@ -32,7 +32,7 @@ from atomic_files import move, sync, writing
 from errors import InputError, first_line
 from model.loading import as_input_error
 from model.lora import learned, trained
-from model.weights import whole
+from model.weights import full_tensor
 from trainer.runs.base import Run
 from trainer.runs.optimizer_step import optimizer_state
 
@@ -53,7 +53,7 @@ def save(run: Run) -> None:
             with world.all_or_none(), writing(temporary):
                 full_tensors = {}
                 for key, x in tensors.items():
-                    x = whole(x.detach())
+                    x = full_tensor(x.detach())
                     if not x.isfinite().all():
                         raise InputError(
                             f"after step {run.progress.step} the {name} has weights that are not finite: not "

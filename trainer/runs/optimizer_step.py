@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from model.weights import local_part, sharded_and_whole, whole
+from model.weights import full_tensor, local_part, sharded_and_whole
 from trainer.compute.batching import micro_batches, tokens_per_micro_batch
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.compute.precision import LossScale
@@ -143,7 +143,7 @@ def clip_gradients(model: nn.Module, largest: float) -> float:
     """Clip the norm of all gradients of a model to ``largest``, in place -> the norm before."""
     parts = [part for part in sharded_and_whole(model.parameters()) if part]  # one, without --shard
     norms = [get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
-    norm = whole(norms[0])  # of a sharded part over all processes
+    norm = full_tensor(norms[0])  # of a sharded part over all processes
     if len(norms) > 1:
         norm = get_total_norm([norm, norms[1]])
     for part in parts:
