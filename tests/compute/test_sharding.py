@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from model.weights import local_part, whole
+from model.weights import full_tensor, local_part
 from trainer.compute.batching import Layout, micro_batches, pad_right
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.scoring import PolicyScorer, prepare_training
@@ -96,7 +96,7 @@ def trained(model):
 def furthest(left, right):
     """The largest difference, as a share of the largest number."""
     most = max(x.abs().max().item() for x in right)
-    return max((whole(a) - b).abs().max().item() for a, b in zip(left, right, strict=True)) / most
+    return max((full_tensor(a) - b).abs().max().item() for a, b in zip(left, right, strict=True)) / most
 
 
 def compare(models, shard_group, loss, gradient, dtype=torch.float32):
