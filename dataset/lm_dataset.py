@@ -41,6 +41,7 @@ from dataset.formats import (
     Record,
     Tools,
     add_system,
+    begun,
     is_pair,
     named,
     replaces_turn,
@@ -311,7 +312,8 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
         pieces = learned_pieces(tokenizer, prompt, answer, self.tools(record, prompt or ""))
         if prompt and tokenizer.chat_template and self.ends is None:
             roles = [turn["role"] for turn in to_messages(prompt)]
-            self.rewritten += 1 + roles.count("assistant") - len(pieces) // 2
+            said = roles.count("assistant") + (not begun(prompt))  # a beginning and its answer are one
+            self.rewritten += said - len(pieces) // 2
         ids: Ids = []
         mask: Ids = []
         before = ""

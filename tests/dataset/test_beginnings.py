@@ -76,7 +76,9 @@ def test_the_answer_goes_on_behind_the_beginning(chat, plain, jsonl):
     logged = LoggedAnswers(path, chat, 100, max_response=50, eos=[chat.eos_token_id])[0]
     assert (logged.prompt_ids, logged.text) == (prompt.prompt_ids, text)
     assert logged.response_ids == [*answer, chat.eos_token_id]
-    ids, mask = SFTDataset(path, chat, 100)[0]
+    demonstrations = SFTDataset(path, chat, 100)
+    assert not demonstrations.notes()  # all turns of the assistant are learned
+    ids, mask = demonstrations[0]
     assert [i for i, learned in zip(ids, mask, strict=True) if learned] == logged.response_ids
     assert ids[: len(prompt.prompt_ids)] == prompt.prompt_ids and not any(mask[: len(prompt.prompt_ids)])
     chosen, *_ = PreferenceDataset(path, chat, 100)[0]

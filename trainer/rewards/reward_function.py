@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, chdir, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import Parameter
@@ -168,7 +168,7 @@ def contained() -> Iterator[None]:
     threads = torch.get_num_threads()
     streams = sys.stdout, sys.stderr
     try:
-        with torch.set_grad_enabled(True):
+        with torch.set_grad_enabled(True), chdir(os.getcwd()):
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -200,7 +200,7 @@ def kind_of(function: RewardFunction) -> str:
     none of these."""
     names = parameters(function)
     kinds = [p.kind for p in names.values()]
-    described = f"({', '.join(map(str, names.values()))[:100]})"
+    described = str(inspect.signature(function))[:100]
     if kinds == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
         raise InputError(
             f"--reward_fn: {described} does not say what the function takes; put @functools.wraps(function) "
