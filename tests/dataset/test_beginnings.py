@@ -203,6 +203,18 @@ def test_a_text_of_another_template_is_refused():
         refused(r"begins with <\|im_start\|>user as what the chat template", read_back, tokenizer, text)
 
 
+@pytest.mark.parametrize("mark", ["<|start_header_id|>user", "<start_of_turn>user", "[INST] 2+2?", "own"])
+def test_marks_that_stay_text_are_noted(chat, plain, jsonl, mark):
+    own = render(chat, [U], generate=True)
+    record = {"prompt": [{"role": "system", "content": "Be short."}, user(own if mark == "own" else mark)]}
+    for tokenizer in (chat, plain):
+        (note,) = RLAIFDataset(jsonl(record), tokenizer, 200).notes()
+        assert "marks of a chat template, such as <|im_start|> or [INST], which stay text" in note
+    (note,) = RLAIFDataset(jsonl({"prompt": own}), plain, 200).notes()
+    assert "stay text" in note
+    assert not RLAIFDataset(jsonl({"prompt": "[1, 2] <|a|>"}), chat, 200).notes()
+
+
 def test_such_texts_are_read_in_every_field_and_it_is_said(chat, jsonl):
     asked = render(chat, [U], generate=True)
     said = render(chat, WHOLE)
