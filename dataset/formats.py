@@ -133,8 +133,6 @@ def to_prompt(record: Record) -> tuple[Asked, Answer | None]:
             accepted = truth if isinstance(truth, list) else [truth]
         case {"gt": truth} if accepted == [None]:
             accepted = truth if isinstance(truth, list) else [truth]
-    if not any(turn["content"].strip() for turn in to_messages(prompt) if turn["role"] != "system"):
-        raise InputError("the prompt is only a system message; add what the user asks, or delete the line")
     texts = [without_solution(_as_text(text)) for text in accepted if text not in (None, "")]
     return prompt, texts[0] if len(texts) == 1 else texts or None
 
@@ -174,8 +172,8 @@ def to_pair(record: Record) -> tuple[list[Answered], float]:
         asked, response = _answered(prompt, said, is_transcript(said))
         if _is_empty(asked) or response is None:
             raise InputError(
-                f'"{which}" must be an answer to a prompt that is not empty: text beside a "prompt" '
-                "(--prompt_key), a transcript, or turns that end with the assistant's"
+                f'"{which}" must be an answer to a prompt that is more than a system message: text beside a '
+                '"prompt" (--prompt_key), a transcript, or turns that end with the assistant\'s'
             )
         sides.append((add_system(asked, _system(record)), response))
     return sides, _number("margin", record.get("margin", 0.0))
@@ -269,7 +267,7 @@ def _prompt_and_answer(record: Record) -> Parted:
     if said is not None and not (answer and said == ""):  # an empty column beside whole conversations
         prompt, answer = _answered(prompt, said)
     if _is_empty(prompt):
-        raise InputError("the prompt is empty; fill it in or delete the line")
+        raise InputError("the prompt is empty, or only a system message; fill it in or delete the line")
     return add_system(prompt, _system(record)), answer
 
 
@@ -307,7 +305,7 @@ def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
 
 
 def _is_empty(prompt: Asked) -> bool:
-    return not any(turn["content"].strip() for turn in to_messages(prompt))
+    return not any(turn["content"].strip() for turn in to_messages(prompt) if turn["role"] != "system")
 
 
 def _number(name: str, value: Any) -> float:

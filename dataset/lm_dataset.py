@@ -9,6 +9,7 @@ an ``InputError`` with file and line. No text is kept. Nothing is ever left-padd
 
 import hashlib
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -41,6 +42,7 @@ from dataset.formats import (
     Record,
     Tools,
     add_system,
+    begun,
     is_pair,
     named,
     replaces_turn,
@@ -57,6 +59,7 @@ from progress_bar import phase
 
 READ_WHOLE = 100_000  # files of up to this many records are read whole at the start: 10 to 20 seconds
 SAMPLE = 1_000  # records of a larger file that are read at the start, evenly spaced
+RENDERED = re.compile(r"\s*(<\|\w+\|>|<start_of_turn>|\[INST\])")  # how texts of chat templates begin
 CHOSEN, REJECTED = 1.0, -1.0  # the scores of a pair's answers in offline PPO (HALOs, arXiv:2402.01306)
 
 Judged = tuple[*tuple[Ids, ...], float]  # token ids of one or two conversations, and a number
@@ -85,6 +88,7 @@ class RecordDataset(Dataset[Item], ABC):
         self.columns: dict[str, None] = {}
         self.has_tools = False  # whether a record has tools, or turns of tools
         self.rendered = False  # whether one has a text that the chat template has written
+        self.foreign = False  # whether one has a turn that begins as what a chat template has written
         self.replaced = False  # whether one has an answer beside the turn at the end of a conversation
         with located(self.records, 0):
             first = named(self.records[0], self.keys)
@@ -143,9 +147,11 @@ class RecordDataset(Dataset[Item], ABC):
         return read
 
     def tools(self, record: Record, prompt: Asked) -> Tools:
-        """The tools of a record. Raises InputError."""
+        """The tools of a record, of which the prompt is noted as well. Raises InputError."""
         found = tools_of(record, prompt)
-        self.has_tools |= bool(found) or any(turn["role"] == "tool" for turn in to_messages(prompt))
+        turns = to_messages(prompt)
+        self.has_tools |= bool(found) or any(turn["role"] == "tool" for turn in turns)
+        self.foreign |= any(RENDERED.match(turn["content"]) is not None for turn in turns)
         return found
 
     def notes(self) -> list[str]:
@@ -157,6 +163,11 @@ class RecordDataset(Dataset[Item], ABC):
             notes.append(f"no tool is run; lists of tools are {lists}")
         if self.rendered:
             notes.append("texts that the chat template has written already are read as messages")
+        if self.foreign:
+            notes.append(
+                "turns begin with marks of a chat template, such as <|im_start|> or [INST], which stay text; "
+                "give messages in their place, or the template with --prompt_template"
+            )
         if self.replaced:
             notes.append(
                 "the last turn of a conversation is left out where an answer is beside it; one that the "
@@ -311,7 +322,8 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
         pieces = learned_pieces(tokenizer, prompt, answer, self.tools(record, prompt or ""))
         if prompt and tokenizer.chat_template and self.ends is None:
             roles = [turn["role"] for turn in to_messages(prompt)]
-            self.rewritten += 1 + roles.count("assistant") - len(pieces) // 2
+            said = roles.count("assistant") + (not begun(prompt))  # a beginning and its answer are one
+            self.rewritten += said - len(pieces) // 2
         ids: Ids = []
         mask: Ids = []
         before = ""

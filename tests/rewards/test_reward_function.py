@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import math
+import os
 import shutil
 import signal
 import sys
@@ -131,9 +132,10 @@ def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside
         "data_sources, solution_strs, ground_truths, extra_infos",  # verl's, of whole batches
         "solution_str, ground_truth, judge",
         "completions, /, **kwargs",
+        "*, prompts, responses, answers",
     ):
         path.write_text(f"def f({names}):\n    return []\n")
-        assert refused(says, load).endswith(f"this one takes ({names.replace(' /,', '')})")
+        assert refused(says, load).endswith(f"this one takes ({names})")
     path.write_text("def deco(g):\n    return lambda *a, **k: g(*a, **k)\n@deco\ndef f(p, r, a): return r\n")
     refused(r"\(\*a, \*\*k\) does not say what the function takes; put @functools\.wraps", load)
     path.write_text("x = 1\n")
@@ -454,11 +456,12 @@ def test_what_a_function_needs_beside_it_and_what_it_does_to_the_process(tmp_pat
     (tmp_path / "beside_it.py").write_text("def length(text):\n    return len(text)\n")
     path = tmp_path / "f.py"
     path.write_text(
-        "import sys, torch\nfrom beside_it import length\ntorch.set_default_dtype(torch.float64)\n"
+        "import os, sys, torch\nfrom beside_it import length\ntorch.set_default_dtype(torch.float64)\n"
         "def f(p, r, a):\n    torch.set_default_dtype(torch.float64)\n    torch.set_num_threads(3)\n"
         "    torch.set_default_device('meta')\n    sys.stdout.close()\n    sys.stderr = None\n"
-        "    return [length(x) for x in r]\n"
+        "    os.chdir('/')\n    return [length(x) for x in r]\n"
     )
+    folder = os.getcwd()
     threads = torch.get_num_threads()
     before = sys.path[:]
     stdout, stderr = sys.stdout, sys.stderr
@@ -475,6 +478,7 @@ def test_what_a_function_needs_beside_it_and_what_it_does_to_the_process(tmp_pat
     assert torch.get_default_dtype() == torch.float32
     assert torch.get_num_threads() == threads
     assert torch.zeros(1).device.type == "cpu"
+    assert os.getcwd() == folder
 
 
 # ---------------------------------------------------------------- several functions

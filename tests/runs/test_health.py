@@ -110,6 +110,7 @@ ONE_NUMBER = """
     rollout/repetition        0.21   0.19    3  repetition          look
     rollout/repetition        0.65   -       3  repetition          wrong
     reward/at_limit           0.21   0.19    3  scores_at_limit     look
+    reward/unscored           1      0.98    1  nothing_scored      look
     reward/format             0.009  0.011   3  format_unknown      look
     reward/score_std          101    99      2  kl_weighs_nothing   look
     rollout/equal_groups      0.81   0.79    5  groups_alike        look

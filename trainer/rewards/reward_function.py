@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, chdir, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import Parameter
@@ -177,7 +177,7 @@ def contained() -> Iterator[None]:
     threads = torch.get_num_threads()
     streams = sys.stdout, sys.stderr
     try:
-        with torch.set_grad_enabled(True):
+        with torch.set_grad_enabled(True), chdir(os.getcwd()):
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -219,7 +219,7 @@ def signature_of(function: RewardFunction) -> Signature:
         ) from None
     parameters = signature.parameters
     kinds = [p.kind for p in parameters.values()]
-    described = f"({', '.join(map(str, parameters.values()))[:100]})"
+    described = str(signature)[:100]
     if kinds == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
         raise InputError(
             f"--reward_fn: {described} does not say what the function takes; put @functools.wraps(function) "
