@@ -24,6 +24,7 @@ from learning_rewards import gold, spelling
 from learning_tasks import AT_DEFAULTS, FEW_POINTS, POINTS, TASKS, exact_objective
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
+from dataset.answers import is_correct
 from model.loading import eos_ids, load_policy
 from model.lora import frozen_copy
 from trainer import losses, train_ppo
@@ -36,7 +37,6 @@ from trainer.generation.stops import response_texts
 from trainer.inputs import load_inputs
 from trainer.rewards.combine import Request, load_models, make_reward
 from trainer.rewards.reward_function import load_reward_functions
-from trainer.rewards.rules import is_correct
 from trainer.run import PpoRun
 
 FIXED = {"dtype": "float32", "device": "cpu", "epochs": 10**6, "save_interval": 10**6, "log_interval": 1000}

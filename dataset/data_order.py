@@ -5,20 +5,9 @@ resumed run goes on in the order of the run that was stopped.
 """
 
 import math
-import os
-import signal
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
-
-from errors import InputError
-
-Item = TypeVar("Item")
 
 
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
@@ -95,46 +84,3 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
             minibatch = int(permutation(count, seed, born * epochs + epoch)[place])
             places.append(((number - first + 0.5) / mine, (born - oldest) * count + minibatch))
     return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
-
-
-@contextmanager
-def record_loader(
-    dataset: Dataset[Item], order: Iterable[list[int]], num_workers: int
-) -> Iterator[Iterator[list[Item]]]:
-    """An iterator over the batches of ``order``, lists of items, made ahead of time by ``num_workers`` forked
-    processes, if any: none where there is no fork (Windows) or a forked process may crash (macOS).
-
-    The processes end with the block, however it ends: at the exit of the program, multiprocessing would wait
-    for them for ever, since they ignore SIGTERM."""
-    if not hasattr(os, "fork") or sys.platform == "darwin":
-        num_workers = 0
-    loader = DataLoader(
-        dataset,
-        batch_sampler=order,
-        collate_fn=list,
-        num_workers=num_workers,
-        multiprocessing_context="fork" if num_workers else None,
-        worker_init_fn=_prepare_worker,
-    )
-    batches = iter(loader)
-    try:
-        yield batches
-    finally:
-        if num_workers:
-            batches._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public name for it
-
-
-def _prepare_worker(worker: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads do not survive a fork
-    # These are sent to the whole group. The main process saves, then it ends its workers.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def next_batch(batches: Iterator[list[Item]]) -> list[Item]:
-    """The next list of items. A worker's InputError has a traceback in its text: only what follows the last
-    "InputError: " is kept."""
-    try:
-        return next(batches)
-    except InputError as error:
-        raise InputError(str(error).rpartition("InputError: ")[2]) from error

@@ -16,9 +16,8 @@ from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dataset.answers import Answer, comparable, is_formula
@@ -30,13 +29,13 @@ from dataset.chat_template import (
     is_read,
     learned_pieces,
     prompt_text,
-    spellings,
+    special_tokens,
     unmark,
     unrendered,
 )
 from dataset.formats import (
     BY_FORM,
-    Asked,
+    AnyPrompt,
     Keys,
     Record,
     Tools,
@@ -64,7 +63,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(eq=False)
-class RecordDataset(Dataset[Item], ABC):
+class RecordDataset(Generic[Item], ABC):
     """The base of all datasets here: items by number, made from records. Raises InputError for a bad file, a
     bad record among those read, or if all of these are too long. ``read``, ``dropped``: how many items were
     read at the start, and how many of these were too long; ``longest``: upper limit of an item's tokens;
@@ -142,9 +141,9 @@ class RecordDataset(Dataset[Item], ABC):
         self.replaced |= replaces_turn(read)
         return read
 
-    def tools(self, record: Record, prompt: Asked) -> Tools:
+    def tools(self, record: Record, prompt: AnyPrompt) -> Tools:
         """The tools of a record. Raises InputError."""
-        found = tools_of(record, prompt)
+        found = tools_of(record)
         self.has_tools |= bool(found) or any(turn["role"] == "tool" for turn in to_messages(prompt))
         return found
 
@@ -227,7 +226,7 @@ class Prompt:
     text. ``record``: the record as the file has it, for reward functions. ``tools``: those of the record."""
 
     index: int
-    prompt: Asked  # reward models apply their own templates
+    prompt: AnyPrompt  # reward models apply their own templates
     answer: Answer | None
     prompt_ids: Ids
     record: Record
@@ -319,7 +318,7 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
             row = self.ids(text, before)
             counted = 0
             if learned:
-                special = frozenset(spellings(tokenizer)[1].intersection(row))
+                special = frozenset(special_tokens(tokenizer)[1].intersection(row))
                 self.kinds.setdefault(special, i)
                 if not special and number == len(pieces) - 1:
                     row.append(tokenizer.eos_token_id)

@@ -69,13 +69,8 @@ class LineRecords:
 
     def __getitem__(self, i: int) -> Record:
         start = self._starts[i]
-        size = self._starts[i + 1] - start
-        if hasattr(os, "pread"):  # forked processes share the file, and its position
-            line = os.pread(self._file.fileno(), size, start)
-        else:
-            self._file.seek(start)
-            line = self._file.read(size)
-        record = parse_json(line)
+        self._file.seek(start)
+        record = parse_json(self._file.read(self._starts[i + 1] - start))
         if not isinstance(record, dict):
             raise InputError("not a JSON object; write {...} on every line")
         return record

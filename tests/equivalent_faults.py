@@ -109,8 +109,8 @@ HAND_WRITTEN = {
     ],
     "trainer/rewards/combine.py": [
         (
-            "rules.answer_text(text) if self.reasoning else None",
-            "rules.answer_text(text)",
+            "answer_text(text) if self.reasoning else None",
+            "answer_text(text)",
             "tests/rewards/test_rewards.py",
         ),
         ("[rows] = scores[count:]", "[rows] = scores[count:].flip(0)", ALONE),

@@ -27,7 +27,7 @@ from tiny import (
     write_jsonl,
 )
 
-from dataset.formats import Begun, Keys
+from dataset.formats import Keys, TurnText
 from dataset.lm_dataset import RLAIFDataset
 from trainer import train_ppo
 from trainer.rewards import reward_function, rules
@@ -337,7 +337,7 @@ def test_trls_functions_are_called_by_name():
 
 
 def test_trls_completions_have_the_beginning_that_the_prompt_has():
-    turns = [user("p"), assistant(Begun("So: "))]
+    turns = [user("p"), assistant(TurnText("So: ", is_begun=True))]
     given = [([user("p")], [assistant("So: r")]), ("q", "s")]
     assert scored(
         lambda prompts, completions, **k: [*zip(prompts, completions, strict=True)] == given and [1, 2],

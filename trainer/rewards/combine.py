@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dataset.answers import after_thinking, answer_text
 from dataset.formats import begun, whole_answer
 from dataset.lm_dataset import Prompt
 from errors import InputError
@@ -143,7 +144,7 @@ class Reward:
         """Score B responses. Raises InputError if a reward fails: it raises an exception, takes too long, or
         gives a score that is NaN or infinite."""
         texts = request.responses
-        said = texts if self.whole or self.reasoning else [rules.after_thinking(text) for text in texts]
+        said = texts if self.whole or self.reasoning else [after_thinking(text) for text in texts]
         beginnings = [begun(prompt.prompt) for prompt in request.prompts]
         raw = RawScores()
         parts: dict[str, Tensor | list[float]] = {}
@@ -193,12 +194,12 @@ class Reward:
         for prompt, response in zip(request.prompts, request.responses, strict=True):
             question, answer = whole_answer(prompt.prompt, response)
             if not (self.whole or self.reasoning):
-                answer = rules.after_thinking(response, begun(prompt.prompt))
+                answer = after_thinking(response, begun(prompt.prompt))
             asked.append((merged_history(question) if self.merge_history else question, answer))
         count = len(asked)
         rows = []  # of the responses with an answer block
         for row, (prompt, text) in enumerate(asked[:]):
-            block = rules.answer_text(text) if self.reasoning else None
+            block = answer_text(text) if self.reasoning else None
             if block is not None:
                 rows.append(row)
                 asked.append((prompt, block))
