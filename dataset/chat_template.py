@@ -49,7 +49,7 @@ BARE_TURNS = (
     "{{%- for message in messages %}}"
     "{{%- if message['role'] == 'system' %}}{{{{- message['content'] + '\\n\\n' }}}}"
     "{{%- elif message['role'] == 'assistant' %}}{{{{- message['content'] + {eos} }}}}"
-    "{{%- else %}}{{{{- {before} + message['content'] + {after} }}}}"
+    "{{%- else %}}{{{{- {prefix} + message['content'] + {suffix} }}}}"
     "{{%- endif %}}"
     "{{%- endfor %}}"
 )
@@ -64,9 +64,11 @@ TEMPLATE_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")  # opened, or close
 Ids = list[int]  # of tokens
 Turn = dict[str, Any]  # a message as the chat template gets it
 MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
+Marked = str  # a text for ``encode``, with a MARK inside each special token that users or models have written
 # Without a chat template, a reward model of stage 2 reads prompt and response so:
 PLAIN = "{prompt}\n{response}"
-NEIGHBOURS = ".,:)1a\n"  # texts before another one, for ``encode_behind``
+PROBE = ".a"  # a text by which it is seen how a tokenizer begins texts
+NEIGHBOURS = "a.:)\n"  # texts before another one, for ``encode_behind``
 
 
 # ---------------------------------------------------------------- special tokens in data stay text
@@ -92,7 +94,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str],
     return re.compile(f"({pattern})"), {*tokenizer.all_special_ids, *added} - unknown
 
 
-def mark_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def mark_special(tokenizer: PreTrainedTokenizerBase, text: str) -> Marked:
     """``text`` with a mark inside each special token that it spells, before or after normalisation."""
     pattern, _ = special_tokens(tokenizer)
 
@@ -117,7 +119,7 @@ def mark_all(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
     return value
 
 
-def unmark(text: str) -> str:
+def unmark(text: Marked) -> str:
     """The text as it was before ``mark_special``."""
     return text.replace(MARK, "")
 
@@ -140,40 +142,40 @@ def encode_behind(tokenizer: PreTrainedTokenizerBase, text: str, split: bool = F
 def prefix_space(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     """None for a tokenizer that puts no space before a text. For one that does: a pattern of the texts behind
     which it puts a space, too. With some (Llama 2's) these are the texts that end with an added token."""
-    alone = tokenizer.encode("a", add_special_tokens=False)
-    if encode_behind(tokenizer, "a") == alone:
+    alone = tokenizer.encode(PROBE, add_special_tokens=False)
+    if encode_behind(tokenizer, PROBE) == alone:
         return None
     # The longest first, as in ``special_tokens``. Some take the white space beside them.
     added = sorted(tokenizer.added_tokens_decoder.values(), key=lambda x: len(x.content), reverse=True)
     names = [r"\s*" * x.lstrip + re.escape(x.content) + r"\s*" * x.rstrip for x in added]
-    behind = tokenizer.encode("".join(x.content for x in added[:1]) + "a", add_special_tokens=False)
+    behind = tokenizer.encode("".join(x.content for x in added[:1]) + PROBE, add_special_tokens=False)
     is_spaced = added and behind[-len(alone) :] == alone
     return re.compile(rf"({'|'.join(names)})\Z" if is_spaced else "(?!)")
 
 
-def encode_piece(tokenizer: PreTrainedTokenizerBase, text: str, before: str, split: bool) -> Ids:
-    """The token ids that a text has behind ``before``, "" for none. split: marks are taken out, special
+def encode_piece(tokenizer: PreTrainedTokenizerBase, text: Marked, context: Marked, split: bool) -> Ids:
+    """The token ids that a text has behind ``context``, "" for none. split: marks are taken out, special
     tokens are split."""
     text = unmark(text) if split else text
     spaced = prefix_space(tokenizer)
-    if before and spaced and not spaced.search(before):
+    if context and spaced and not spaced.search(context):
         return encode_behind(tokenizer, text, split)
     return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
 
 
-def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, before: str = "") -> Ids:
+def encode_marked(tokenizer: PreTrainedTokenizerBase, text: Marked, context: Marked) -> Ids:
     """The token ids of a text with marks: the marks become text, special tokens outside them stay special.
-    before: as ``after`` in ``encode``."""
+    context: as in ``encode``."""
     pattern, special = special_tokens(tokenizer)
     ids: Ids = []
     # Neighbours go together: a token may cover the end of one and the start of the next.
     for is_text, pieces in groupby(filter(None, pattern.split(text)), lambda piece: MARK in piece):
         piece = "".join(pieces)
-        row = encode_piece(tokenizer, piece, before, split=is_text)
+        row = encode_piece(tokenizer, piece, context, split=is_text)
         if is_text and not special.isdisjoint(row):  # the vocabulary has the token as a word
-            row = encode_piece(tokenizer, piece, before, split=False)
+            row = encode_piece(tokenizer, piece, context, split=False)
         ids += row
-        before = piece
+        context = piece
     return ids
 
 
@@ -200,8 +202,8 @@ def _bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
 ONE_DAY = SimpleNamespace(now=lambda: datetime(2026, 1, 1))
 
 
-def plain_text(tokenizer: PreTrainedTokenizerBase, prompt: AnyPrompt) -> str:
-    """A prompt as a tokenizer without a chat template gets it, marked: turns joined by new lines."""
+def plain_text(tokenizer: PreTrainedTokenizerBase, prompt: AnyPrompt) -> Marked:
+    """A prompt as a tokenizer without a chat template gets it: turns joined by new lines."""
     text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
     return mark_special(tokenizer, text)
 
@@ -234,7 +236,7 @@ def render(
     generate: bool = False,
     tools: Tools | None = None,
     **kwargs: Any,
-) -> str:
+) -> Marked:
     """The chat template's text of ``messages``, marked; with ``generate``, an assistant turn begins at its
     end. tools: of the record; kwargs: of the template, before those that the tokenizer was given
     (``set_template_kwargs``). Raises InputError for a template that leaves out calls or results of tools."""
@@ -283,9 +285,9 @@ def can_encode(tokenizer: PreTrainedTokenizerBase) -> AbstractContextManager[Non
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], after: str = "", closing: bool = False
+    tokenizer: PreTrainedTokenizerBase, texts: list[Marked], context: Marked = "", closing: bool = False
 ) -> list[Ids]:
-    """Texts, marked -> a list of token-id lists. after: the text that they continue; without one they begin
+    """Texts -> a list of token-id lists. context: the text that they continue; without one they begin
     with the BOS that the tokenizer puts before any text. closing: they also end with its EOS, as texts do
     that do not go on."""
     if not texts:
@@ -294,16 +296,16 @@ def encode(
         bos, eos = bos_and_eos(tokenizer)
         rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         for number, text in enumerate(texts):
-            if MARK in text or (after and prefix_space(tokenizer)):
-                rows[number] = encode_marked(tokenizer, text, after)
-        return [bos * (not after) + row + eos * closing for row in rows]
+            if MARK in text or (context and prefix_space(tokenizer)):
+                rows[number] = encode_marked(tokenizer, text, context)
+        return [bos * (not context) + row + eos * closing for row in rows]
 
 
 def prompt_text(
     tokenizer: PreTrainedTokenizerBase, prompt: AnyPrompt, tools: Tools | None = None, **kwargs: Any
-) -> str:
-    """The prompt as the text that the policy reads, marked: the chat template up to the assistant's turn, and
-    the beginning of that. tools: that it may call; kwargs: of the template."""
+) -> Marked:
+    """The prompt as the text that the policy reads: the chat template up to the assistant's turn, and the
+    beginning of that. tools: that it may call; kwargs: of the template."""
     if tokenizer.chat_template is None:
         return plain_text(tokenizer, prompt)
     # Not the template's own text of a last turn: it may put a thought before it, or close one.
@@ -312,15 +314,15 @@ def prompt_text(
     return continued(text, mark_special(tokenizer, beginning))
 
 
-def continued(text: str, beginning: str) -> str:
+def continued(text: Marked, beginning: Marked) -> Marked:
     """A prompt and the beginning of its answer. A thought that the template opens is not opened twice."""
     return (TEMPLATE_THOUGHT.sub("", text) if beginning.startswith("<think>") else text) + beginning
 
 
 def conversation_text(
     tokenizer: PreTrainedTokenizerBase, prompt: AnyPrompt, response: str, form: str = PLAIN
-) -> str:
-    """The text that a reward model reads, marked: the chat template applied to prompt and response. Without a
+) -> Marked:
+    """The text that a reward model reads: the chat template applied to prompt and response. Without a
     template: ``form`` with these two and {eos} in it; behind a transcript a space, and no newline."""
     if tokenizer.chat_template:
         return render(tokenizer, conversation(prompt, response))
@@ -344,17 +346,17 @@ def conversation(prompt: AnyPrompt, answer: str) -> Messages:
 
 def learned_pieces(
     tokenizer: PreTrainedTokenizerBase, prompt: AnyPrompt | None, answer: str, tools: Tools | None = None
-) -> list[tuple[str, bool]]:
-    """A prompt and the answer to it -> [(text, is it learned? (loss mask)), …], marked; the last one is the
-    answer with what ends it. prompt: None for a text that is all to be learned; tools: as in ``prompt_text``.
+) -> list[tuple[Marked, bool]]:
+    """A prompt and the answer to it -> [(text, is it learned? (loss mask)), …]; the last one is the answer
+    with what ends it. prompt: None for a text that is all to be learned; tools: as in ``prompt_text``.
     Raises InputError for a template that does not put answers behind prompts, or not as they are."""
     eos = tokenizer.eos_token
     if eos is None:
         raise InputError(f"the tokenizer {tokenizer.name_or_path} has no EOS token to end answers with")
     learned = TurnText.of(answer).weight != 0
     if prompt is None or tokenizer.chat_template is None:
-        context = [(plain_text(tokenizer, prompt), False)] if prompt else []
-        return [*context, (mark_special(tokenizer, answer) + eos, learned)]
+        pieces = [(plain_text(tokenizer, prompt), False)] if prompt else []
+        return [*pieces, (mark_special(tokenizer, answer) + eos, learned)]
     messages = conversation(prompt, answer)
     full = render(tokenizer, messages, tools=tools)
     pieces = []
@@ -362,28 +364,28 @@ def learned_pieces(
     for k, message in enumerate(messages):
         if message["role"] != "assistant" or k == 0:
             continue
-        before = render(tokenizer, messages[:k], generate=True, tools=tools)
-        after = render(tokenizer, messages[: k + 1], tools=tools)
+        context = render(tokenizer, messages[:k], generate=True, tools=tools)
+        turns = render(tokenizer, messages[: k + 1], tools=tools)
         # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
-        if full.startswith(after) and after.startswith(before) and len(before) > done:
-            said = after[len(before) :]
+        if full.startswith(turns) and turns.startswith(context) and len(context) > done:
+            said = turns[len(context) :]
             is_learned = TurnText.of(message["content"]).weight != 0
             if is_learned and not is_complete(tokenizer, message, said):
                 raise InputError(
                     "the chat template changes the answer or leaves out a part, such as a thought, so it is "
                     "not learned; give another --prompt_template, or take thoughts out of the records"
                 )
-            pieces += [(before[done:], False), (said, is_learned)]
-            done = len(after)
+            pieces += [(context[done:], False), (said, is_learned)]
+            done = len(turns)
     if not pieces or done < len(full):
         raise InputError("this chat template cannot be split into prompt and answer for training")
     if beginning := begun(prompt):
-        (before, _), (said, _) = pieces[-2:]
+        (context, _), (said, _) = pieces[-2:]
         _, found, end = said.rpartition(mark_special(tokenizer, beginning + answer).rstrip())
         if not found:
             raise InputError("the chat template changes the beginning of the answer; take it out")
-        before = continued(before, mark_special(tokenizer, beginning))
-        pieces[-2:] = [(before, False), (mark_special(tokenizer, answer).rstrip() + end, learned)]
+        context = continued(context, mark_special(tokenizer, beginning))
+        pieces[-2:] = [(context, False), (mark_special(tokenizer, answer).rstrip() + end, learned)]
     return pieces
 
 
@@ -450,17 +452,17 @@ def read_back(tokenizer: PreTrainedTokenizerBase, text: str) -> Messages | None:
     start, *rest = re.split(rf"\s*({pattern})\s*", text)
     if start or not rest:
         return None
-    *said, last = rest[1::2]
+    roles = [marks[mark] for mark in rest[::2]]
+    *texts, last = rest[1::2]
     ended = without_end(tokenizer, last)
-    turns = zip(rest[::2], [*said, ended], strict=True)
-    messages = [{"role": marks[mark], "content": content} for mark, content in turns]
-    again = render(tokenizer, messages)
-    if ended == last and messages[-1]["role"] == "assistant":
-        again = render(tokenizer, messages[:-1], generate=True)
-        again = continued(again, mark_special(tokenizer, last))
-        messages = messages if last else messages[:-1]
-    bos = tokenizer.bos_token or ""
-    if " ".join(again.split()).endswith(" ".join(text.removeprefix(bos).split())):  # so without marks
+    is_begun = ended == last and roles[-1] == "assistant"
+    texts.append(TurnText(ended, is_begun=is_begun))
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    if is_begun and not last:
+        messages.pop()
+    again = prompt_text(tokenizer, messages) if is_begun else render(tokenizer, messages)
+    text = text.removeprefix(tokenizer.bos_token or "")
+    if " ".join(again.split()).endswith(" ".join(text.split())):  # so without marks
         return messages
     if special_tokens(tokenizer)[0].search(rest[0]):
         raise InputError(
@@ -517,9 +519,9 @@ def own_system(tokenizer: PreTrainedTokenizerBase) -> str:
         given = render(tokenizer, [{"role": "system", "content": MARK}, *question])
     except InputError:
         return ""
-    before, _, after = given.partition(MARK)
-    own = alone.removeprefix(before).removesuffix(after)
-    return own.strip() if alone == before + own + after else ""
+    start, _, end = given.partition(MARK)
+    own = alone.removeprefix(start).removesuffix(end)
+    return own.strip() if alone == start + own + end else ""
 
 
 def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, text: str | None) -> str | None:
@@ -587,15 +589,15 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
             text = Path(template).read_text("utf-8-sig").removesuffix("\n")
         else:
             text = template.replace("\\n", "\n").replace("\\t", "\t")
-        before, hole, after = text.partition("{prompt}")  # where a user's turn goes
+        prefix, hole, suffix = text.partition("{prompt}")  # where a user's turn goes
         if "{{" not in text and "{%" not in text:
-            if not hole or hole in after:
+            if not hole or hole in suffix:
                 raise InputError("it must hold {prompt} once, or be a Jinja template, or a file")
             if tokenizer.eos_token is None:
                 raise InputError("the tokenizer has no EOS token to end answers with")
             begins = tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
             bos = tokenizer.bos_token if begins else ""
-            texts = {"bos": bos, "before": before, "after": after, "eos": tokenizer.eos_token}
+            texts = {"bos": bos, "prefix": prefix, "suffix": suffix, "eos": tokenizer.eos_token}
             # A JSON string is also a valid Jinja string.
             text = BARE_TURNS.format(**{name: json.dumps(x, ensure_ascii=False) for name, x in texts.items()})
         tokenizer.chat_template = text

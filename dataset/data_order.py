@@ -31,29 +31,29 @@ def global_batch(n: int, seed: int, step: int, size: int) -> list[int]:
     return [int(epoch_order(n, seed, epoch)[i]) for epoch, i in places]
 
 
-def local_positions(batch_size: int, rank: int, world: int, answers: int) -> list[int]:
+def local_positions(batch_size: int, rank: int, world: int, group_size: int) -> list[int]:
     """The positions in the global batch that this process holds, in the order of its local rows: every
-    ``world``-th prompt, with all its answers one after the other.
+    ``world``-th prompt, with all its responses (completions) one after the other.
 
-    A position is answer p % answers to prompt p // answers of the global batch. ``batch_size``, in answers,
-    is per process.
+    Position p is response p % group_size to prompt p // group_size of the global batch. ``batch_size``, in
+    responses, is per process.
     """
-    prompts = range(rank, batch_size // answers * world, world)
-    return [prompt * answers + sample for prompt in prompts for sample in range(answers)]
+    prompts = range(rank, batch_size // group_size * world, world)
+    return [prompt * group_size + sample for prompt in prompts for sample in range(group_size)]
 
 
-def minibatch_rows(batch_size: int, mini_batch_size: int, answers: int) -> list[list[int]]:
+def minibatch_rows(batch_size: int, mini_batch_size: int, group_size: int) -> list[list[int]]:
     """[the local rows of each minibatch of a batch]. Over all processes a minibatch is the same set of
     positions, whatever their number is.
 
-    The answers to a prompt go into as many minibatches as can be: with a critic, four answers in one
-    minibatch ended at 0.80 on the demo, in four minibatches at 0.95 (docs/log.md). Both ``answers`` and
+    The responses to a prompt go into as many minibatches as can be: with a critic, four responses in one
+    minibatch ended at 0.80 on the demo, in four minibatches at 0.95 (docs/log.md). Both ``group_size`` and
     ``mini_batch_size`` must divide ``batch_size``.
     """
-    spread = math.gcd(batch_size // mini_batch_size, answers)
+    spread = math.gcd(batch_size // mini_batch_size, group_size)
     rows = mini_batch_size * spread  # of the prompts that share their minibatches
     return [
-        [row for row in range(first, first + rows) if row % answers % spread == part]
+        [row for row in range(first, first + rows) if row % group_size % spread == part]
         for first in range(0, batch_size, rows)
         for part in range(spread)
     ]

@@ -89,11 +89,7 @@ class TurnText(str):
         written = [f"<tool_call>\n{_as_json(call['function'])}\n</tool_call>" for call in calls]
         whole = "\n".join([content, *written] if content else written)
         turn = super().__new__(cls, f"<think>\n{thought}\n</think>\n\n{whole}" if thought else whole)
-        turn.content = content
-        turn.thought = thought
-        turn.calls = calls
-        turn.weight = weight
-        turn.is_begun = is_begun
+        vars(turn).update(content=content, thought=thought, calls=calls, weight=weight, is_begun=is_begun)
         return turn
 
     @classmethod
@@ -401,11 +397,10 @@ def calls_in(found: Any) -> Tools:
 
 def tools_of(record: Record) -> Tools:
     """The tools of a record: its own, or those in a turn of its prompt. Raises InputError."""
-    asked = _from_json(_asked(record) or record.get("chosen"))
-    turns = asked if _is_turns(asked) else []
+    turns = _turns_of(_asked(record) or record.get("chosen"))
     tools: Any = []
-    for place in (record.get("tools"), record.get("functions"), *(turn.get("tools") for turn in turns)):
-        tools = tools or _from_json(place) or []
+    for place in (record, {"tools": record.get("functions")}, *(turns if _is_turns(turns) else [])):
+        tools = tools or _from_json(place.get("tools")) or []
     tools = [*map(_from_json, tools)]
     if not all(isinstance(tool, dict) for tool in tools):
         raise InputError(
@@ -419,6 +414,11 @@ def _from_json(value: Any) -> Any:
     with suppress(ValueError, TypeError):
         return json.loads(value)
     return value
+
+
+def _turns_of(whole: Any) -> Any:
+    """The turns of a text in which a table keeps them; anything else as it is."""
+    return _from_json(whole) if isinstance(whole, str) and TURNS_AS_TEXT.match(whole) else whole
 
 
 def _as_json(value: Any) -> str:
@@ -457,9 +457,8 @@ def to_messages(prompt: AnyPrompt) -> Messages:
     ]
     last = messages[-1]
     if last["role"] == "assistant":
-        messages[-1:] = (
-            [last | {"content": TurnText(last["content"], is_begun=True)}] if last["content"] else []
-        )
+        said = TurnText(last["content"], is_begun=True)
+        messages[-1:] = [last | {"content": said}] if said else []
     return messages
 
 
@@ -486,9 +485,7 @@ def add_system(prompt: AnyPrompt, system_prompt: str) -> AnyPrompt:
 def split(whole: Any) -> tuple[AnyPrompt, str | None]:
     """Text or turns -> (the prompt; the answer at its end, None where there is none). Raises InputError for
     what is neither."""
-    if isinstance(whole, str) and TURNS_AS_TEXT.match(whole):
-        with suppress(ValueError):
-            whole = json.loads(whole)
+    whole = _turns_of(whole)
     if not isinstance(whole, str):
         messages = as_messages(whole)
         if messages[-1]["role"] != "assistant":

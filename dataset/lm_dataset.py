@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from dataset.answers import Answer, comparable, is_formula
 from dataset.chat_template import (
     Ids,
+    Marked,
     Thinking,
     conversation_ids,
     encode,
@@ -36,6 +37,7 @@ from dataset.chat_template import (
 from dataset.formats import (
     BY_FORM,
     AnyPrompt,
+    Exchange,
     Keys,
     Record,
     Tools,
@@ -141,8 +143,14 @@ class RecordDataset(Generic[Item], ABC):
         self.replaced |= replaces_turn(read)
         return read
 
+    def exchanges(self, record: Record) -> tuple[list[Exchange], float]:
+        """A record as ``fields`` gives it -> of a pair both prompts with their answers, and the margin; else
+        one prompt with its rated answer, and the score. Raises InputError."""
+        sides, number = to_pair(record) if self.pairs else to_rated(record)
+        return [(add_system(prompt, self.system_prompt), answer) for prompt, answer in sides], number
+
     def tools(self, record: Record, prompt: AnyPrompt) -> Tools:
-        """The tools of a record. Raises InputError."""
+        """The tools of a record as ``fields`` gives it. Raises InputError."""
         found = tools_of(record)
         self.has_tools |= bool(found) or any(turn["role"] == "tool" for turn in to_messages(prompt))
         return found
@@ -165,9 +173,9 @@ class RecordDataset(Generic[Item], ABC):
             notes.append(f"by name or kind not of its split train and not read: {self.records.left_out}")
         return notes
 
-    def ids(self, text: str, after: str = "") -> Ids:
-        """The token ids of a marked text. after: as in ``encode``."""
-        return encode(self.tokenizer, [text], after)[0]
+    def ids(self, text: Marked, context: Marked = "") -> Ids:
+        """The token ids of a text. context: as in ``encode``."""
+        return encode(self.tokenizer, [text], context)[0]
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -243,30 +251,31 @@ class Prompt:
 class RLAIFDataset(RecordDataset[Prompt]):
     """Prompts for PPO. Takes records of every format and uses their prompts only.
 
-    ``answers``, ``comparable_answers``, ``formulas``: of the records read at the start, those with an answer,
-    those with one that a response can equal (``comparable`` in answers.py), and those of them with a formula.
+    Numbers of the records read at the start: ``with_answer``; ``comparable_answers``, those with one that a
+    response can equal (``comparable`` in answers.py); ``formulas``, those of them with a formula.
     """
 
     thinking: Thinking | None = None
-    answers = 0
+    with_answer = 0
     comparable_answers = 0
     formulas = 0
 
     @property
     def has_accuracy(self) -> bool:
         """Whether it says something how many responses equal the answers: can most of these be compared?"""
-        return 0 < self.answers <= 2 * self.comparable_answers
+        return 0 < self.with_answer <= 2 * self.comparable_answers
 
     def note_item(self, item: Prompt) -> None:
         if item.answer is not None:
-            self.answers += 1
+            self.with_answer += 1
             self.comparable_answers += comparable(item.answer)
             self.formulas += comparable(item.answer) and is_formula(item.answer)
 
     def item(self, i: int, record: Record) -> Prompt:
-        prompt, answer = to_prompt(self.fields(record))
+        found = self.fields(record)
+        prompt, answer = to_prompt(found)
         prompt = add_system(prompt, self.system_prompt)
-        tools = self.tools(record, prompt)
+        tools = self.tools(found, prompt)
         switches = self.thinking(i) if self.thinking else {}
         text = prompt_text(self.tokenizer, prompt, tools, **switches)
         return Prompt(
@@ -305,17 +314,18 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
 
     def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
         tokenizer = self.tokenizer
-        prompt, answer = to_demonstration(self.fields(record))
+        found = self.fields(record)
+        prompt, answer = to_demonstration(found)
         prompt = prompt and add_system(prompt, self.system_prompt)
-        pieces = learned_pieces(tokenizer, prompt, answer, self.tools(record, prompt or ""))
+        pieces = learned_pieces(tokenizer, prompt, answer, self.tools(found, prompt or ""))
         if prompt and tokenizer.chat_template and self.ends is None:
             roles = [turn["role"] for turn in to_messages(prompt)]
             self.rewritten += 1 + roles.count("assistant") - len(pieces) // 2
         ids: Ids = []
         mask: Ids = []
-        before = ""
+        context = ""
         for number, (text, learned) in enumerate(pieces):
-            row = self.ids(text, before)
+            row = self.ids(text, context)
             counted = 0
             if learned:
                 special = frozenset(special_tokens(tokenizer)[1].intersection(row))
@@ -334,7 +344,7 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
                 counted = next((n + 1 for n in range(1, len(row)) if row[n] in ends), len(row))
             mask += [1] * counted + [0] * (len(row) - counted)
             ids += row
-            before += text
+            context += text
         if not any(mask):
             raise InputError('no answer to learn from: its "weight" is 0; delete the line')
         mask[0] = 0  # nothing comes before the first token of a text
@@ -371,13 +381,12 @@ class PreferenceDataset(RecordDataset[Judged]):
 
     def item(self, i: int, record: Record) -> Judged:
         record = self.fields(record)
-        sides, given = to_pair(record) if self.pairs else to_rated(record)
-        whole = [(add_system(prompt, self.system_prompt), response) for prompt, response in sides]
-        self.tools(record, whole[0][0])
-        found = conversation_ids(self.tokenizer, whole)
-        if not all(found):
+        sides, number = self.exchanges(record)
+        self.tools(record, sides[0][0])
+        rows = conversation_ids(self.tokenizer, sides)
+        if not all(rows):
             raise InputError("prompt and answer have no tokens; fill them in or delete the line")
-        return *found, given
+        return *rows, number
 
 
 # ---------------------------------------------------------------- logged answers (offline PPO)
@@ -409,15 +418,14 @@ class LoggedRecords(RecordDataset[Item]):
     def answer(self, i: int, record: Record, side: int) -> LoggedAnswer:
         """Item ``i``, an answer of a record. side: of a pair, 0 for the chosen one, 1 for the other."""
         found = self.fields(record)
-        sides, score = to_pair(found) if self.pairs else to_rated(found)
+        sides, score = self.exchanges(found)
         if self.pairs:
             score = (CHOSEN, REJECTED)[side]
         prompt, response = sides[side]
-        prompt = add_system(prompt, self.system_prompt)
-        tools = self.tools(record, prompt)
-        *context, (said, _) = learned_pieces(self.tokenizer, prompt, response, tools)
-        before = "".join(text for text, _ in context)
-        ids = self.ids(said, before)
+        tools = self.tools(found, prompt)
+        *pieces, (said, _) = learned_pieces(self.tokenizer, prompt, response, tools)
+        context = "".join(text for text, _ in pieces)
+        ids = self.ids(said, context)
         ends = [place for place, token in enumerate(ids) if token in self.eos]
         if not ends:
             raise InputError(
@@ -428,9 +436,9 @@ class LoggedRecords(RecordDataset[Item]):
             index=i,
             prompt=prompt,
             answer=None,
-            prompt_ids=self.ids(before),
+            prompt_ids=self.ids(context),
             record=record,
-            text=unmark(before),
+            text=unmark(context),
             response=response,
             response_ids=ids[: ends[0] + 1],
             tools=tools,

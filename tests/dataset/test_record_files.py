@@ -104,7 +104,12 @@ BAD_FILES = [
     ("a.jsonl", b"\n\n" + LINES + b"{", r"a\.jsonl:4: not JSON"),
     ("a.jsonl", LINES + b'{"prompt": "\xe9"}', r"a\.jsonl:4: not JSON in UTF-8"),
     ("a.xlsx", b"PK\x03\x04", r"a\.xlsx:1: not JSON .* or a \.csv, \.tsv or \.parquet file"),
-    ("a.csv", b"prompt,answer\nhi,there,5\n", r"a\.csv: .*a row has 3 cells, but 2 columns are named"),
+    (
+        "a.csv",
+        b"prompt,answer\nhi,there,5\n",
+        r"a\.csv: .*a row has more or fewer cells than columns are named: .*there",
+    ),
+    ("a.csv", b"prompt,answer\nhi\n", "a row has more or fewer cells than columns"),
     ("a.csv", b"prompt\n\xff\xfe", r"a\.csv: .*UnicodeDecodeError"),
     ("a.csv", b"", "no records"),
     ("a.json", b'[{"prompt": "hi"}, 5]', r"a\.json:2: not a JSON object"),

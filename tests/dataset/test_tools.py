@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from dataset.chat_template import conversation_text, unmark
-from dataset.formats import to_pair, to_prompt
+from dataset.formats import Keys, to_pair, to_prompt
 from dataset.lm_dataset import LoggedAnswers, PreferenceDataset, RLAIFDataset, SFTDataset
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}
@@ -111,6 +111,12 @@ def test_the_template_gets_the_tools_of_a_record(chat, jsonl, name):
     data = RLAIFDataset(jsonl(record), tokenizer, 2000, "System.")
     asked = turns if turns[1:] else [{"role": "system", "content": "System."}, U]
     assert data[0].text == rendered(tokenizer, asked, tools=[TOOL], add_generation_prompt=True)
+
+
+def test_tools_in_a_turn_are_found_where_the_key_of_the_prompt_is_named(chat, jsonl):
+    path = jsonl({"q": carried("", [TOOL])["conversations"]})
+    (prompt,) = RLAIFDataset(path, with_template(chat, QWEN), 2000, keys=Keys("q"))
+    assert prompt.tools == [TOOL]
 
 
 def test_no_tools_are_no_tools(chat, jsonl):

@@ -384,7 +384,7 @@ def try_reward_functions(
     for part, (function, _) in functions.items():
         tried: list[object] = []
         for data in filter(None, datasets):
-            given = {*fields_read(function, data.columns)}, getattr(data, "answers", 0) > 0
+            given = {*fields_read(function, data.columns)}, getattr(data, "with_answer", 0) > 0
             if given not in tried:
                 with named_in_errors(part):
                     try_reward_function(function, data, of_run, seconds, must_say=not tried)
@@ -406,7 +406,7 @@ def try_reward_function(
         ids=[prompt.prompt_ids[:4] for prompt in prompts],
         of_run=of_run,
     )
-    known = not isinstance(data, RLAIFDataset) or data.answers
+    known = not isinstance(data, RLAIFDataset) or data.with_answer
     hint = "" if known else "; no record has an answer: --answer_key names its field"
     try:
         scores, _ = call_reward_function(function, request, seconds)
