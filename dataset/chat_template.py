@@ -67,8 +67,7 @@ MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
 Marked = str  # a text for ``encode``, with a MARK inside each special token that users or models have written
 # Without a chat template, a reward model of stage 2 reads prompt and response so:
 PLAIN = "{prompt}\n{response}"
-PROBE = ".a"  # a text by which it is seen how a tokenizer begins texts
-NEIGHBOURS = "a.:)\n"  # texts before another one, for ``encode_behind``
+NEIGHBOURS = "a.:)\n"  # texts before another one, which then gets no space, for ``encode_piece``
 
 
 # ---------------------------------------------------------------- special tokens in data stay text
@@ -124,33 +123,22 @@ def unmark(text: Marked) -> str:
     return text.replace(MARK, "")
 
 
-def encode_behind(tokenizer: PreTrainedTokenizerBase, text: str, split: bool = False) -> Ids:
-    """The token ids of a text behind another one: without the space that some tokenizers put before the first
-    word. split: special tokens in it are split."""
-    unknown = tokenizer.encode(MARK, add_special_tokens=False)
-    for start in NEIGHBOURS:
-        ids = tokenizer.encode(start, add_special_tokens=False)
-        row = tokenizer.encode(start + text, add_special_tokens=False, split_special_tokens=split)
-        if (
-            row[: len(ids)] == ids != unknown
-        ):  # then no token covers the end of one and the start of the other
-            return row[len(ids) :]
-    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
-
-
 @cache  # called for every text
 def prefix_space(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     """None for a tokenizer that puts no space before a text. For one that does: a pattern of the texts behind
     which it puts a space, too. With some (Llama 2's) these are the texts that end with an added token."""
-    alone = tokenizer.encode(PROBE, add_special_tokens=False)
-    if encode_behind(tokenizer, PROBE) == alone:
+    alone = tokenizer.encode(".a", add_special_tokens=False)
+
+    def begins_alike(context: str) -> bool:
+        """Has a text the same ids behind this one as alone?"""
+        return tokenizer.encode(context + ".a", add_special_tokens=False)[-len(alone) :] == alone
+
+    if begins_alike("a"):
         return None
     # The longest first, as in ``special_tokens``. Some take the white space beside them.
     added = sorted(tokenizer.added_tokens_decoder.values(), key=lambda x: len(x.content), reverse=True)
     names = [r"\s*" * x.lstrip + re.escape(x.content) + r"\s*" * x.rstrip for x in added]
-    behind = tokenizer.encode("".join(x.content for x in added[:1]) + PROBE, add_special_tokens=False)
-    is_spaced = added and behind[-len(alone) :] == alone
-    return re.compile(rf"({'|'.join(names)})\Z" if is_spaced else "(?!)")
+    return re.compile(rf"({'|'.join(names)})\Z" if added and begins_alike(added[0].content) else "(?!)")
 
 
 def encode_piece(tokenizer: PreTrainedTokenizerBase, text: Marked, context: Marked, split: bool) -> Ids:
@@ -159,7 +147,12 @@ def encode_piece(tokenizer: PreTrainedTokenizerBase, text: Marked, context: Mark
     text = unmark(text) if split else text
     spaced = prefix_space(tokenizer)
     if context and spaced and not spaced.search(context):
-        return encode_behind(tokenizer, text, split)
+        unknown = tokenizer.encode(MARK, add_special_tokens=False)
+        for start in NEIGHBOURS:
+            ids = tokenizer.encode(start, add_special_tokens=False)
+            row = tokenizer.encode(start + text, add_special_tokens=False, split_special_tokens=split)
+            if row[: len(ids)] == ids != unknown:  # then no token covers parts of both
+                return row[len(ids) :]
     return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
 
 

@@ -154,7 +154,7 @@ def to_prompt(record: Record) -> tuple[AnyPrompt, Answer | None]:
             right = truth
         case {"gt": truth} if right is None:
             right = truth
-    if not any(turn["content"].strip() for turn in to_messages(prompt) if turn["role"] != "system"):
+    if _is_empty([turn for turn in to_messages(prompt) if turn["role"] != "system"]):
         raise InputError("the prompt is only a system message; add what the user asks, or delete the line")
     accepted = right if isinstance(right, list) else [right]
     texts = [without_solution(_as_text(text)) for text in accepted if text not in (None, "")]

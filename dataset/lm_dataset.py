@@ -84,9 +84,7 @@ class RecordDataset(Generic[Item], ABC):
     def __post_init__(self) -> None:
         self.records = open_records(self.path)
         self.columns: dict[str, None] = {}
-        self.has_tools = False  # whether a record has tools, or turns of tools
-        self.rendered = False  # whether one has a text that the chat template has written
-        self.replaced = False  # whether one has an answer beside the turn at the end of a conversation
+        self.noted: set[str] = set()  # what is to be said of the records that have been read
         with located(self.records, 0):
             first = named(self.records[0], self.keys)
         self.pairs = is_pair(first) or "score" not in first  # and not rated answers
@@ -139,8 +137,13 @@ class RecordDataset(Generic[Item], ABC):
         """A record as the functions of formats.py read it."""
         found = named(record, self.keys)
         read = unrendered(self.tokenizer, found)
-        self.rendered |= read is not found
-        self.replaced |= replaces_turn(read)
+        if read is not found:
+            self.noted.add("texts that the chat template has written already are read as messages")
+        if replaces_turn(read):
+            self.noted.add(
+                "the last turn of a conversation is left out where an answer is beside it; one that the "
+                'answer continues belongs into "prompt"'
+            )
         return read
 
     def exchanges(self, record: Record) -> tuple[list[Exchange], float]:
@@ -152,23 +155,15 @@ class RecordDataset(Generic[Item], ABC):
     def tools(self, record: Record, prompt: AnyPrompt) -> Tools:
         """The tools of a record as ``fields`` gives it. Raises InputError."""
         found = tools_of(record)
-        self.has_tools |= bool(found) or any(turn["role"] == "tool" for turn in to_messages(prompt))
+        if found or any(turn["role"] == "tool" for turn in to_messages(prompt)):
+            shown = self.shows_tools and is_read(self.tokenizer, "tools")
+            lists = "shown as the chat template writes them" if shown else "left out"
+            self.noted.add(f"no tool is run; lists of tools are {lists}")
         return found
 
     def notes(self) -> list[str]:
         """What is to be said of the records that were read at the start."""
-        notes = []
-        if self.has_tools:
-            shown = self.shows_tools and is_read(self.tokenizer, "tools")
-            lists = "shown as the chat template writes them" if shown else "left out"
-            notes.append(f"no tool is run; lists of tools are {lists}")
-        if self.rendered:
-            notes.append("texts that the chat template has written already are read as messages")
-        if self.replaced:
-            notes.append(
-                "the last turn of a conversation is left out where an answer is beside it; one that the "
-                'answer continues belongs into "prompt"'
-            )
+        notes = sorted(self.noted)
         if self.records.left_out:
             notes.append(f"by name or kind not of its split train and not read: {self.records.left_out}")
         return notes

@@ -229,7 +229,7 @@ def test_such_texts_are_read_in_every_field_and_it_is_said(chat, jsonl):
     begins = read(RLAIFDataset, {"prompt": asked + THOUGHT, "answer": "4*6"})
     assert begins.text == asked + THOUGHT and begun(begins.prompt) == THOUGHT
     plain = RLAIFDataset(jsonl({"prompt": "hi", "answer": "5<|im_end|>"}), chat, 200)
-    assert plain[0].answer == "5<|im_end|>" and not plain.rendered
+    assert plain[0].answer == "5<|im_end|>" and plain.notes() == []
 
 
 def test_an_answer_in_the_place_of_a_turn_is_said(chat, jsonl):
