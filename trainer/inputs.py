@@ -299,6 +299,8 @@ def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:
 def describe_texts(args: Namespace, datasets: Iterable[RecordDataset[Any] | None]) -> list[str]:
     """Lines on how the texts of these datasets, or None, were read, for runs of all stages."""
     notes = set()
+    if args.num_workers:
+        notes.add("--num_workers changes nothing: the main process reads the records")
     own = ""
     for data in filter(None, datasets):
         own = own_system(data.tokenizer)

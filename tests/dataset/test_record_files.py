@@ -18,6 +18,7 @@ from dataset.lm_dataset import RLAIFDataset
 from dataset.record_files import open_records
 from trainer.inputs import describe_texts
 
+NO_FLAGS = Namespace(system_prompt="", chat_template_kwargs=None, num_workers=0)
 RECORDS = [{"prompt": "hi"}, {"prompt": "über", "answer": "5"}, {"prompt": "a\nb"}]
 LINES = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS)
 
@@ -75,7 +76,7 @@ def test_tables_and_hub_names(tmp_path, monkeypatch):
     assert read(tmp_path / "more") == RECORDS
     monkeypatch.chdir(tmp_path)
     data = [RLAIFDataset(path, word_tokenizer(["hi"]), 10) for path in ("more", "more", "folder")]
-    (note,) = describe_texts(Namespace(system_prompt="", chat_template_kwargs=None), data)
+    (note,) = describe_texts(NO_FLAGS, data)
     assert note.startswith("note     more: by name or kind ") and note.endswith(
         ": data/c.csv, unit_test_b.jsonl"
     )

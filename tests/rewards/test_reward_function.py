@@ -234,7 +234,7 @@ def test_a_run_gives_each_response_its_own_record_and_the_step_also_when_resumed
         says = r"'level' is no key .*other\.jsonl; keys found: .*\"levels\""
         refused(says, train_ppo.main, flags(**other, **sizes, **more))
     assert not (tmp_path / "out").exists()
-    argv = flags(**files, **sizes, **more, epochs=3, num_workers=1)
+    argv = flags(**files, **sizes, **more, epochs=3)
 
     def noted(name, notes):
         monkeypatch.setenv("NOTES", notes)
