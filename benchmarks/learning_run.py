@@ -24,6 +24,7 @@ from learning_rewards import gold, spelling
 from learning_tasks import AT_DEFAULTS, FEW_POINTS, POINTS, TASKS, exact_objective
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
+from dataset.answers import is_correct
 from model.loading import eos_ids, load_policy
 from model.lora import frozen_copy
 from trainer import losses, train_ppo
@@ -36,7 +37,6 @@ from trainer.generation.stops import response_texts
 from trainer.inputs import load_actor, load_trained_tokenizer, read_prompts
 from trainer.rewards.combine import Request, load_models, make_reward
 from trainer.rewards.reward_function import load_reward_functions
-from trainer.rewards.rules import is_correct
 from trainer.run import PpoRun
 
 FIXED = {"dtype": "float32", "device": "cpu", "epochs": 10**6, "save_interval": 10**6, "log_interval": 1000}
@@ -185,7 +185,9 @@ def deal_anew():
 
     def update(args, step, batch, *more):
         epochs, rows = args.ppo_epochs, len(batch.tokens)
-        one = args.completed(replay_batches=0, ppo_epochs=1)  # the first rows are of all batches
+        # The first rows are of all batches. ``number`` counts epochs, the warm-up batches.
+        warm_up = 10**6 if step < args.critic_warmup_steps else 0
+        one = args.completed(replay_batches=0, ppo_epochs=1, critic_warmup_steps=warm_up)
         for number in range(step * epochs, (step + 1) * epochs):
             order = torch.randperm(rows, generator=torch.Generator().manual_seed(number))
             one_epoch(one, number, batch.rows(order.tolist()), *more)

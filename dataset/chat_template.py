@@ -13,8 +13,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable
-from contextlib import suppress
-from copy import copy
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from functools import cache
 from itertools import groupby
@@ -23,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
@@ -31,28 +29,27 @@ from dataset.formats import (
     ANSWERS,
     PROMPTS,
     THOUGHTS,
-    Answered,
-    Asked,
+    AnyPrompt,
+    Exchange,
     Messages,
     Record,
     Tools,
+    TurnText,
     begun,
-    in_words,
     is_transcript,
     to_messages,
-    turn_of,
     whole_answer,
 )
 from errors import InputError
 from model.loading import as_input_error
 
 # A system message comes first; each user turn is put into the template; each answer ends with EOS.
-TURNS = (
+BARE_TURNS = (
     "{{{{- {bos} }}}}"
     "{{%- for message in messages %}}"
     "{{%- if message['role'] == 'system' %}}{{{{- message['content'] + '\\n\\n' }}}}"
     "{{%- elif message['role'] == 'assistant' %}}{{{{- message['content'] + {eos} }}}}"
-    "{{%- else %}}{{{{- {before} + message['content'] + {after} }}}}"
+    "{{%- else %}}{{{{- {prefix} + message['content'] + {suffix} }}}}"
     "{{%- endif %}}"
     "{{%- endfor %}}"
 )
@@ -67,10 +64,10 @@ TEMPLATE_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")  # opened, or close
 Ids = list[int]  # of tokens
 Turn = dict[str, Any]  # a message as the chat template gets it
 MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
+Marked = str  # a text for ``encode``, with a MARK inside each special token that users or models have written
 # Without a chat template, a reward model of stage 2 reads prompt and response so:
 PLAIN = "{prompt}\n{response}"
-# What makes a normalizer or pre-tokenizer put no space before a text (Llama 2, Mistral, RoBERTa)
-NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
+NEIGHBOURS = "a.:)\n"  # texts before another one, which then gets no space, for ``encode_piece``
 
 
 # ---------------------------------------------------------------- special tokens in data stay text
@@ -83,7 +80,7 @@ NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
 
 
 @cache  # called for every text, and some tokenizers have thousands of added tokens
-def spellings(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], set[int]]:
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], set[int]]:
     """How a tokenizer's special tokens are written, as a group of a pattern, and the ids that no text of a
     user may become."""
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -96,9 +93,9 @@ def spellings(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], set[
     return re.compile(f"({pattern})"), {*tokenizer.all_special_ids, *added} - unknown
 
 
-def mark_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def mark_special(tokenizer: PreTrainedTokenizerBase, text: str) -> Marked:
     """``text`` with a mark inside each special token that it spells, before or after normalisation."""
-    pattern, _ = spellings(tokenizer)
+    pattern, _ = special_tokens(tokenizer)
 
     def marked(text: str) -> str:
         return pattern.sub(lambda name: name[0][0] + MARK + name[0][1:], text)
@@ -121,79 +118,73 @@ def mark_all(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
     return value
 
 
-def unmark(text: str) -> str:
+def unmark(text: Marked) -> str:
     """The text as it was before ``mark_special``."""
     return text.replace(MARK, "")
 
 
 @cache  # called for every text
-def joints(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, re.Pattern[str], bool] | None:
-    """Of a tokenizer that puts a space before each text: one that puts none and has no added tokens; a
-    pattern of the added tokens; whether a space follows these too. None for all other tokenizers."""
-    if not tokenizer.is_fast:
+def prefix_space(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """None for a tokenizer that puts no space before a text. For one that does: a pattern of the texts behind
+    which it puts a space, too. With some (Llama 2's) these are the texts that end with an added token."""
+    alone = tokenizer.encode(".a", add_special_tokens=False)
+
+    def begins_alike(context: str) -> bool:
+        """Has a text the same ids behind this one as alone?"""
+        return tokenizer.encode(context + ".a", add_special_tokens=False)[-len(alone) :] == alone
+
+    if begins_alike("a"):
         return None
-    whole: Tokenizer = tokenizer.backend_tokenizer
-    inner = Tokenizer(whole.model)
-    for name in ("normalizer", "pre_tokenizer"):
-        if part := copy(getattr(whole, name)):
-            changed = json.loads(
-                part.__getstate__(), object_hook=lambda x: {name: NO_SPACE.get(name, x[name]) for name in x}
-            )
-            part.__setstate__(json.dumps(changed).encode())
-            setattr(inner, name, part)
-    ids = whole.encode("a", add_special_tokens=False).ids
-    if inner.encode("a").ids == ids:
-        return None
-    # The longest first, as in ``spellings``. Some take the white space beside them.
+    # The longest first, as in ``special_tokens``. Some take the white space beside them.
     added = sorted(tokenizer.added_tokens_decoder.values(), key=lambda x: len(x.content), reverse=True)
     names = [r"\s*" * x.lstrip + re.escape(x.content) + r"\s*" * x.rstrip for x in added]
-    behind = whole.encode("".join(x.content for x in added[:1]) + "a", add_special_tokens=False).ids
-    return inner, re.compile("|".join(names) or "(?!)"), behind[-len(ids) :] == ids
+    return re.compile(rf"({'|'.join(names)})\Z" if added and begins_alike(added[0].content) else "(?!)")
 
 
-def encode_piece(tokenizer: PreTrainedTokenizerBase, text: str, before: str, split: bool) -> Ids:
-    """The token ids of a text behind ``before``, "" for none: as the two have them together, so without the
-    space that some tokenizers put before each text. split: marks are taken out, special tokens are split."""
-    row: Ids = []
-    if before and (found := joints(tokenizer)):
-        inner, added, spaced = found
-        if not spaced or added.split(before)[-1]:  # otherwise it follows an added token
-            head = added.split(text, maxsplit=1)[0]
-            text = text[len(head) :]
-            row = inner.encode(unmark(head) if split else head).ids
+def encode_piece(tokenizer: PreTrainedTokenizerBase, text: Marked, context: Marked, split: bool) -> Ids:
+    """The token ids that a text has behind ``context``, "" for none. split: marks are taken out, special
+    tokens are split."""
     text = unmark(text) if split else text
-    return row + tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
+    spaced = prefix_space(tokenizer)
+    if context and spaced and not spaced.search(context):
+        unknown = tokenizer.encode(MARK, add_special_tokens=False)
+        for start in NEIGHBOURS:
+            ids = tokenizer.encode(start, add_special_tokens=False)
+            row = tokenizer.encode(start + text, add_special_tokens=False, split_special_tokens=split)
+            if row[: len(ids)] == ids != unknown:  # then no token covers parts of both
+                return row[len(ids) :]
+    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
 
 
-def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, before: str = "") -> Ids:
+def encode_marked(tokenizer: PreTrainedTokenizerBase, text: Marked, context: Marked) -> Ids:
     """The token ids of a text with marks: the marks become text, special tokens outside them stay special.
-    before: as ``after`` in ``encode``."""
-    pattern, special = spellings(tokenizer)
+    context: as in ``encode``."""
+    pattern, special = special_tokens(tokenizer)
     ids: Ids = []
     # Neighbours go together: a token may cover the end of one and the start of the next.
     for is_text, pieces in groupby(filter(None, pattern.split(text)), lambda piece: MARK in piece):
         piece = "".join(pieces)
-        row = encode_piece(tokenizer, piece, before, split=is_text)
+        row = encode_piece(tokenizer, piece, context, split=is_text)
         if is_text and not special.isdisjoint(row):  # the vocabulary has the token as a word
-            row = encode_piece(tokenizer, piece, before, split=False)
+            row = encode_piece(tokenizer, piece, context, split=False)
         ids += row
-        before = piece
+        context = piece
     return ids
 
 
-def around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
+def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
     """The ids that the tokenizer puts before and behind any text, such as a BOS and an EOS; none with a chat
     template, which writes its own."""
-    return put_around(tokenizer) if tokenizer.chat_template is None else ([], [])
+    return _bos_and_eos(tokenizer) if tokenizer.chat_template is None else ([], [])
 
 
 @cache  # called for every text
-def put_around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
-    """``around`` without a chat template."""
+def _bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
+    """``bos_and_eos`` without a chat template."""
     found = tokenizer("a", return_special_tokens_mask=True)
     ids = found["input_ids"]
-    before = [*found["special_tokens_mask"], 0].index(0)
-    return ids[:before], ids[before + found["special_tokens_mask"].count(0) :]
+    first = [*found["special_tokens_mask"], 0].index(0)
+    return ids[:first], ids[first + found["special_tokens_mask"].count(0) :]
 
 
 # ---------------------------------------------------------------- conversations -> text -> token ids
@@ -204,30 +195,28 @@ def put_around(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
 ONE_DAY = SimpleNamespace(now=lambda: datetime(2026, 1, 1))
 
 
-def for_tokenizer(tokenizer: PreTrainedTokenizerBase, prompt: Asked) -> str | list[Turn]:
-    """A prompt -> messages if the tokenizer has a chat template, otherwise one text. Texts are marked: all
-    text of users and models comes in here, in ``conversation_text`` or in ``learned_pieces``."""
-    if tokenizer.chat_template is None:
-        text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-        return mark_special(tokenizer, text)
-    return [as_turn(tokenizer, **message) for message in to_messages(prompt)]
+def plain_text(tokenizer: PreTrainedTokenizerBase, prompt: AnyPrompt) -> Marked:
+    """A prompt as a tokenizer without a chat template gets it: turns joined by new lines."""
+    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    return mark_special(tokenizer, text)
 
 
 def as_turn(tokenizer: PreTrainedTokenizerBase, role: str, content: str) -> Turn:
-    """A message as the chat template reads it, marked: thought and calls of tools beside the text if it reads
-    them there, otherwise in words; the result of a tool without the tags that the template writes itself."""
-    turn = turn_of(content)
-    thought = turn.get("thought", "")
-    calls = turn.get("tool_calls", [])
-    more = {}
+    """A message as the chat template reads it, marked: thought and calls of tools beside the content if it
+    reads them there, otherwise in the content; the result of a tool without the tags that the template writes
+    itself."""
+    turn = TurnText.of(content)
+    thought = turn.thought
+    calls = turn.calls
+    more: Turn = {}
     for name in THOUGHTS:
         if thought and reads_field(tokenizer, name):
             more[name] = thought
             thought = ""
     if calls and reads_field(tokenizer, "tool_calls"):
         more["tool_calls"] = calls
-        calls = []
-    text = in_words(turn["content"], thought, calls)
+        calls = ()
+    text: str = TurnText(turn.content, thought, calls)
     if role == "tool" and "tool_response" in str(tokenizer.chat_template):
         text = text.strip().removeprefix(RESULT[0]).removesuffix(RESULT[1]).strip()
     role = role if role in ROLES else mark_special(tokenizer, role)
@@ -236,29 +225,30 @@ def as_turn(tokenizer: PreTrainedTokenizerBase, role: str, content: str) -> Turn
 
 def render(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[Turn] | Messages,
+    messages: Messages,
     generate: bool = False,
     tools: Tools | None = None,
     **kwargs: Any,
-) -> str:
-    """The chat template's text of ``messages``; with ``generate``, an assistant turn begins at its end.
-    tools: of the record, marked; kwargs: of the template, before those that the tokenizer was given
+) -> Marked:
+    """The chat template's text of ``messages``, marked; with ``generate``, an assistant turn begins at its
+    end. tools: of the record; kwargs: of the template, before those that the tokenizer was given
     (``set_template_kwargs``). Raises InputError for a template that leaves out calls or results of tools."""
+    turns = [as_turn(tokenizer, **message) for message in messages]
     kwargs = tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {}) | kwargs
     one_day = mock.patch.object(chat_template_utils, "datetime", ONE_DAY)
     with as_input_error("the tokenizer's chat template refuses the conversation"), one_day:
         text = str(
             tokenizer.apply_chat_template(
-                messages,
-                tools=[*tools] if tools else None,
+                turns,
+                tools=mark_all(tokenizer, tools) or None,
                 tokenize=False,
                 add_generation_prompt=generate,
                 **kwargs,
             )
         )
-    for message in messages:
-        results = [message["content"]] if message["role"] == "tool" else []
-        if not all(is_in(part, text) for part in (*results, *called(message))):
+    for turn in turns:
+        results = [turn["content"]] if turn["role"] == "tool" else []
+        if not all(is_in(part, text) for part in (*results, *called(turn))):
             raise InputError(
                 "the chat template leaves out calls or results of tools; give another --prompt_template, or "
                 "delete such records"
@@ -282,142 +272,143 @@ def reads_field(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
     return bool(re.search(rf"[.'\"]{name}\b", str(tokenizer.chat_template)))
 
 
+def can_encode(tokenizer: PreTrainedTokenizerBase) -> AbstractContextManager[None]:
+    """Raises InputError for an error of the tokenizer in this block."""
+    return as_input_error(f"the tokenizer {tokenizer.name_or_path} cannot encode the texts")
+
+
 def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], after: str = "", closing: bool = False
+    tokenizer: PreTrainedTokenizerBase, texts: list[Marked], context: Marked = "", closing: bool = False
 ) -> list[Ids]:
-    """Texts, marked -> a list of token-id lists. after: the text that they continue; without one they begin
-    with what the tokenizer puts ``around`` any text. closing: they end with it too, and do not go on, as
-    prompts do."""
+    """Texts -> a list of token-id lists. context: the text that they continue; without one they begin
+    with the BOS that the tokenizer puts before any text. closing: they also end with its EOS, as texts do
+    that do not go on."""
     if not texts:
         return []
-    with as_input_error(f"the tokenizer {tokenizer.name_or_path} cannot encode the texts"):
-        before, behind = around(tokenizer)
+    with can_encode(tokenizer):
+        bos, eos = bos_and_eos(tokenizer)
         rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         for number, text in enumerate(texts):
-            if MARK in text or (after and joints(tokenizer)):
-                rows[number] = encode_marked(tokenizer, text, after)
-        return [before * (not after) + row + behind * closing for row in rows]
+            if MARK in text or (context and prefix_space(tokenizer)):
+                rows[number] = encode_marked(tokenizer, text, context)
+        return [bos * (not context) + row + eos * closing for row in rows]
 
 
 def prompt_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: Asked, tools: Tools | None = None, **kwargs: Any
-) -> str:
-    """The prompt as the text that the policy reads, marked: the chat template up to the assistant's turn, and
-    the beginning of that. tools: that it may call; kwargs: of the template."""
-    asked = for_tokenizer(tokenizer, prompt)
-    if isinstance(asked, str):
-        return asked
+    tokenizer: PreTrainedTokenizerBase, prompt: AnyPrompt, tools: Tools | None = None, **kwargs: Any
+) -> Marked:
+    """The prompt as the text that the policy reads: the chat template up to the assistant's turn, and the
+    beginning of that. tools: that it may call; kwargs: of the template."""
+    if tokenizer.chat_template is None:
+        return plain_text(tokenizer, prompt)
     # Not the template's own text of a last turn: it may put a thought before it, or close one.
-    beginning = mark_special(tokenizer, begun(prompt))
-    asked = asked[:-1] if beginning else asked
-    text = render(tokenizer, asked, generate=True, tools=mark_all(tokenizer, tools), **kwargs)
-    return continued(text, beginning)
+    messages, beginning = whole_answer(to_messages(prompt), "")
+    text = render(tokenizer, to_messages(messages), generate=True, tools=tools, **kwargs)
+    return continued(text, mark_special(tokenizer, beginning))
 
 
-def continued(text: str, beginning: str) -> str:
+def continued(text: Marked, beginning: Marked) -> Marked:
     """A prompt and the beginning of its answer. A thought that the template opens is not opened twice."""
     return (TEMPLATE_THOUGHT.sub("", text) if beginning.startswith("<think>") else text) + beginning
 
 
 def conversation_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: Asked, response: str, form: str = PLAIN
-) -> str:
-    """The text that a reward model reads, marked: the chat template applied to prompt and response. Without a
+    tokenizer: PreTrainedTokenizerBase, prompt: AnyPrompt, response: str, form: str = PLAIN
+) -> Marked:
+    """The text that a reward model reads: the chat template applied to prompt and response. Without a
     template: ``form`` with these two and {eos} in it; behind a transcript a space, and no newline."""
-    prompt, response = whole_answer(to_messages(prompt) if tokenizer.chat_template else prompt, response)
-    asked = for_tokenizer(tokenizer, prompt)
-    if not isinstance(asked, str):
-        return render(tokenizer, [*asked, as_turn(tokenizer, "assistant", response)])
-    response = mark_special(tokenizer, response)
+    if tokenizer.chat_template:
+        return render(tokenizer, conversation(prompt, response))
+    prompt, response = whole_answer(prompt, response)
     if is_transcript(prompt):
         response = " " + response.removeprefix(" ")
         form = form.replace("\n{response}", "{response}")
-    texts = {"{prompt}": asked, "{response}": response, "{eos}": tokenizer.eos_token or ""}
+    texts = {
+        "{prompt}": plain_text(tokenizer, prompt),
+        "{response}": mark_special(tokenizer, response),
+        "{eos}": tokenizer.eos_token or "",
+    }
     return re.sub("|".join(texts), lambda name: texts[name[0]], form)
 
 
+def conversation(prompt: AnyPrompt, answer: str) -> Messages:
+    """Prompt and answer as messages."""
+    asked, whole = whole_answer(to_messages(prompt), answer)
+    return [*asked, {"role": "assistant", "content": whole}]
+
+
 def learned_pieces(
-    tokenizer: PreTrainedTokenizerBase, prompt: Asked | None, answer: str, tools: Tools | None = None
-) -> list[tuple[str, bool]]:
-    """A prompt and the answer to it -> [(text, is it learned?), …], marked; the last one is the answer with
-    what ends it. prompt: None for a text that is all to be learned; tools: as in ``prompt_text``. Raises
-    InputError for a template that does not put answers behind prompts, or not as they are."""
-    if prompt and tokenizer.chat_template and (beginning := begun(prompt)):
-        both = mark_special(tokenizer, beginning + answer).rstrip()
-        pieces = learned_pieces(tokenizer, to_messages(prompt)[:-1], beginning + answer, tools)
-        (context, _), (said, _) = pieces[-2:]
-        _, found, end = said.rpartition(both)
-        if not found:
-            raise InputError("the chat template changes the beginning of the answer; take it out")
-        context = continued(context, mark_special(tokenizer, beginning))
-        said = mark_special(tokenizer, answer).rstrip() + end
-        return [*pieces[:-2], (context, False), (said, turn_of(answer).get("weight") != 0)]
+    tokenizer: PreTrainedTokenizerBase, prompt: AnyPrompt | None, answer: str, tools: Tools | None = None
+) -> list[tuple[Marked, bool]]:
+    """A prompt and the answer to it -> [(text, is it learned? (loss mask)), …]; the last one is the answer
+    with what ends it. prompt: None for a text that is all to be learned; tools: as in ``prompt_text``.
+    Raises InputError for a template that does not put answers behind prompts, or not as they are."""
     eos = tokenizer.eos_token
     if eos is None:
         raise InputError(f"the tokenizer {tokenizer.name_or_path} has no EOS token to end answers with")
-    if prompt is None:
-        return [(mark_special(tokenizer, answer) + eos, True)]
-    if tokenizer.chat_template is None:
-        said = mark_special(tokenizer, answer) + eos
-        return [(str(for_tokenizer(tokenizer, prompt)), False), (said, turn_of(answer).get("weight") != 0)]
-    whole = [*to_messages(prompt), {"role": "assistant", "content": answer}]
-    turns = [as_turn(tokenizer, **message) for message in whole]
-    tools = mark_all(tokenizer, tools)
-    full = render(tokenizer, turns, tools=tools)
+    learned = TurnText.of(answer).weight != 0
+    if prompt is None or tokenizer.chat_template is None:
+        pieces = [(plain_text(tokenizer, prompt), False)] if prompt else []
+        return [*pieces, (mark_special(tokenizer, answer) + eos, learned)]
+    messages = conversation(prompt, answer)
+    full = render(tokenizer, messages, tools=tools)
     pieces = []
     done = 0  # characters of the text that the pieces have
-    for k, turn in enumerate(turns):
-        if turn["role"] != "assistant" or k == 0:
+    for k, message in enumerate(messages):
+        if message["role"] != "assistant" or k == 0:
             continue
-        before = render(tokenizer, turns[:k], generate=True, tools=tools)
-        after = render(tokenizer, turns[: k + 1], tools=tools)
+        context = render(tokenizer, messages[:k], generate=True, tools=tools)
+        turns = render(tokenizer, messages[: k + 1], tools=tools)
         # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
-        if full.startswith(after) and after.startswith(before) and len(before) > done:
-            said = after[len(before) :]
-            text = whole[k]["content"]
-            learned = turn_of(text).get("weight") != 0
-            parts = [turn["content"], *(turn[name] for name in THOUGHTS if name in turn), *called(turn)]
-            # Templates strip what is said, and may open its thought in the prompt.
-            complete = all(is_in(part.strip().removeprefix("<think>"), said) for part in parts)
-            if learned and not (complete and said.count("</think>") <= max(1, text.count("</think>"))):
+        if full.startswith(turns) and turns.startswith(context) and len(context) > done:
+            said = turns[len(context) :]
+            is_learned = TurnText.of(message["content"]).weight != 0
+            if is_learned and not is_complete(tokenizer, message, said):
                 raise InputError(
                     "the chat template changes the answer or leaves out a part, such as a thought, so it is "
                     "not learned; give another --prompt_template, or take thoughts out of the records"
                 )
-            pieces += [(before[done:], False), (said, learned)]
-            done = len(after)
+            pieces += [(context[done:], False), (said, is_learned)]
+            done = len(turns)
     if not pieces or done < len(full):
         raise InputError("this chat template cannot be split into prompt and answer for training")
+    if beginning := begun(prompt):
+        (context, _), (said, _) = pieces[-2:]
+        _, found, end = said.rpartition(mark_special(tokenizer, beginning + answer).rstrip())
+        if not found:
+            raise InputError("the chat template changes the beginning of the answer; take it out")
+        context = continued(context, mark_special(tokenizer, beginning))
+        pieces[-2:] = [(context, False), (mark_special(tokenizer, answer).rstrip() + end, learned)]
     return pieces
 
 
+def is_complete(tokenizer: PreTrainedTokenizerBase, message: dict[str, str], said: str) -> bool:
+    """Has the chat template written all parts of a turn of the assistant's, and its thought once?"""
+    turn = as_turn(tokenizer, **message)
+    parts = [turn["content"], *(turn[name] for name in THOUGHTS if name in turn), *called(turn)]
+    # Templates strip what is said, and may open its thought in the prompt.
+    whole = all(is_in(part.strip().removeprefix("<think>"), said) for part in parts)
+    return whole and said.count("</think>") <= max(1, message["content"].count("</think>"))
+
+
 def pair_ids(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[Answered]
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Exchange]
 ) -> tuple[list[Ids], list[Ids]]:
     """Pairs (prompt, response text) -> token ids and token types of ``tokenizer(prompt, response)``, as
-    encoders without a chat template are trained on them."""
-    conversations = [whole_answer(*pair) for pair in conversations]
-    asked = [str(for_tokenizer(tokenizer, prompt)) for prompt, _ in conversations]
-    answers = [mark_special(tokenizer, response) for _, response in conversations]
-    # What it makes of two texts: (number of the text, or None for a special token; token id; token type)
-    found = tokenizer("a", "a", return_token_type_ids=True)
-    layout = list(zip(found.sequence_ids(), found["input_ids"], found["token_type_ids"], strict=True))
-    kept = len(around(tokenizer)[0])
-    ids: list[Ids] = []
-    types: list[Ids] = []
-    for texts in zip(encode(tokenizer, asked), encode(tokenizer, answers), strict=True):
-        ids.append([])
-        types.append([])
-        for number, group in groupby(layout, lambda token: token[0]):
-            _, special, kinds = zip(*group, strict=True)
-            part = special if number is None else texts[number][kept:]
-            ids[-1] += part
-            types[-1] += kinds if number is None else kinds[:1] * len(part)
-    return ids, types
+    encoders without a chat template are trained on them. Marks stay in the texts."""
+    pairs = [whole_answer(*pair) for pair in conversations]
+    with can_encode(tokenizer):
+        found = tokenizer(
+            [plain_text(tokenizer, prompt) for prompt, _ in pairs],
+            [mark_special(tokenizer, response) for _, response in pairs],
+            return_token_type_ids=True,
+            verbose=False,
+        )
+    return found["input_ids"], found["token_type_ids"]
 
 
 def conversation_ids(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[Answered], form: str = PLAIN
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Exchange], form: str = PLAIN
 ) -> list[Ids]:
     """Pairs (prompt, response text) -> the token ids that a reward model reads, in stage 2 and in PPO: a list
     for each pair, all from one call of the tokenizer. form: as in ``conversation_text``."""
@@ -435,7 +426,7 @@ def conversation_ids(
 def turn_marks(tokenizer: PreTrainedTokenizerBase, template: str) -> dict[str, str]:
     """What the tokenizer's chat template writes before turns: {text: whose turn it is}."""
     marks: dict[str, str] = {}
-    special, _ = spellings(tokenizer)
+    special, _ = special_tokens(tokenizer)
     for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
         messages = [{"role": role, "content": f"{MARK}{i}"} for i, role in enumerate(roles)]
         with suppress(InputError, ValueError):  # of templates that refuse a system message or leave it out
@@ -451,24 +442,22 @@ def read_back(tokenizer: PreTrainedTokenizerBase, text: str) -> Messages | None:
     InputError for one that only begins as the template does."""
     marks = turn_marks(tokenizer, tokenizer.chat_template)
     pattern = "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)"
-    if not re.match(rf"\s*({pattern})", text):
+    start, *rest = re.split(rf"\s*({pattern})\s*", text)
+    if start or not rest:
         return None
-    _, *rest = re.split(rf"\s*({pattern})\s*", text)
-    special, _ = spellings(tokenizer)
-    *said, last = rest[1::2]
+    roles = [marks[mark] for mark in rest[::2]]
+    *texts, last = rest[1::2]
     ended = without_end(tokenizer, last)
-    turns = zip(rest[::2], [*said, ended], strict=True)
-    messages = [{"role": marks[mark], "content": content} for mark, content in turns]
-    again = render(tokenizer, messages)
-    if ended == last and messages[-1]["role"] == "assistant":
-        again = continued(render(tokenizer, messages[:-1], generate=True), last)
-        messages = messages if last else messages[:-1]
-    bos = tokenizer.bos_token or ""
-    if " ".join(again.split()).endswith(" ".join(text.removeprefix(bos).split())) and not any(
-        special.search(message["content"]) for message in messages
-    ):
+    is_begun = ended == last and roles[-1] == "assistant"
+    texts.append(TurnText(ended, is_begun=is_begun))
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    if is_begun and not last:
+        messages.pop()
+    again = prompt_text(tokenizer, messages) if is_begun else render(tokenizer, messages)
+    text = text.removeprefix(tokenizer.bos_token or "")
+    if " ".join(again.split()).endswith(" ".join(text.split())):  # so without marks
         return messages
-    if special.search(rest[0]):
+    if special_tokens(tokenizer)[0].search(rest[0]):
         raise InputError(
             f"the text begins with {rest[0]} as what the chat template writes, but the template would not "
             "write it so; give the messages in its place"
@@ -478,7 +467,7 @@ def read_back(tokenizer: PreTrainedTokenizerBase, text: str) -> Messages | None:
 
 def without_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The text without a special token at its end."""
-    return re.sub(rf"{spellings(tokenizer)[0].pattern}\s*\Z", "", text)
+    return re.sub(rf"{special_tokens(tokenizer)[0].pattern}\s*\Z", "", text)
 
 
 def unrendered(tokenizer: PreTrainedTokenizerBase, record: Record) -> Record:
@@ -523,9 +512,9 @@ def own_system(tokenizer: PreTrainedTokenizerBase) -> str:
         given = render(tokenizer, [{"role": "system", "content": MARK}, *question])
     except InputError:
         return ""
-    before, _, after = given.partition(MARK)
-    own = alone.removeprefix(before).removesuffix(after)
-    return own.strip() if alone == before + own + after else ""
+    start, _, end = given.partition(MARK)
+    own = alone.removeprefix(start).removesuffix(end)
+    return own.strip() if alone == start + own + end else ""
 
 
 def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, text: str | None) -> str | None:
@@ -593,17 +582,17 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
             text = Path(template).read_text("utf-8-sig").removesuffix("\n")
         else:
             text = template.replace("\\n", "\n").replace("\\t", "\t")
-        before, hole, after = text.partition("{prompt}")  # where a user's turn goes
+        prefix, hole, suffix = text.partition("{prompt}")  # where a user's turn goes
         if "{{" not in text and "{%" not in text:
-            if not hole or hole in after:
+            if not hole or hole in suffix:
                 raise InputError("it must hold {prompt} once, or be a Jinja template, or a file")
             if tokenizer.eos_token is None:
                 raise InputError("the tokenizer has no EOS token to end answers with")
             begins = tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
             bos = tokenizer.bos_token if begins else ""
-            texts = {"bos": bos, "before": before, "after": after, "eos": tokenizer.eos_token}
+            texts = {"bos": bos, "prefix": prefix, "suffix": suffix, "eos": tokenizer.eos_token}
             # A JSON string is also a valid Jinja string.
-            text = TURNS.format(**{name: json.dumps(x, ensure_ascii=False) for name, x in texts.items()})
+            text = BARE_TURNS.format(**{name: json.dumps(x, ensure_ascii=False) for name, x in texts.items()})
         tokenizer.chat_template = text
         if "question" not in render(tokenizer, to_messages("question")):
             raise InputError("the user's message is missing in the text that it makes")

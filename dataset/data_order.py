@@ -5,20 +5,9 @@ resumed run goes on in the order of the run that was stopped.
 """
 
 import math
-import os
-import signal
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
-
-from errors import InputError
-
-Item = TypeVar("Item")
 
 
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
@@ -42,29 +31,29 @@ def global_batch(n: int, seed: int, step: int, size: int) -> list[int]:
     return [int(epoch_order(n, seed, epoch)[i]) for epoch, i in places]
 
 
-def local_positions(batch_size: int, rank: int, world: int, answers: int) -> list[int]:
+def local_positions(batch_size: int, rank: int, world: int, group_size: int) -> list[int]:
     """The positions in the global batch that this process holds, in the order of its local rows: every
-    ``world``-th prompt, with all its answers one after the other.
+    ``world``-th prompt, with all its responses (completions) one after the other.
 
-    A position is answer p % answers to prompt p // answers of the global batch. ``batch_size``, in answers,
-    is per process.
+    Position p is response p % group_size to prompt p // group_size of the global batch. ``batch_size``, in
+    responses, is per process.
     """
-    prompts = range(rank, batch_size // answers * world, world)
-    return [prompt * answers + sample for prompt in prompts for sample in range(answers)]
+    prompts = range(rank, batch_size // group_size * world, world)
+    return [prompt * group_size + sample for prompt in prompts for sample in range(group_size)]
 
 
-def minibatch_rows(batch_size: int, mini_batch_size: int, answers: int) -> list[list[int]]:
+def minibatch_rows(batch_size: int, mini_batch_size: int, group_size: int) -> list[list[int]]:
     """[the local rows of each minibatch of a batch]. Over all processes a minibatch is the same set of
     positions, whatever their number is.
 
-    The answers to a prompt go into as many minibatches as can be: with a critic, four answers in one
-    minibatch ended at 0.80 on the demo, in four minibatches at 0.95 (docs/log.md). Both ``answers`` and
+    The responses to a prompt go into as many minibatches as can be: with a critic, four responses in one
+    minibatch ended at 0.80 on the demo, in four minibatches at 0.95 (docs/log.md). Both ``group_size`` and
     ``mini_batch_size`` must divide ``batch_size``.
     """
-    spread = math.gcd(batch_size // mini_batch_size, answers)
+    spread = math.gcd(batch_size // mini_batch_size, group_size)
     rows = mini_batch_size * spread  # of the prompts that share their minibatches
     return [
-        [row for row in range(first, first + rows) if row % answers % spread == part]
+        [row for row in range(first, first + rows) if row % group_size % spread == part]
         for first in range(0, batch_size, rows)
         for part in range(spread)
     ]
@@ -95,46 +84,3 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
             minibatch = int(permutation(count, seed, born * epochs + epoch)[place])
             places.append(((number - first + 0.5) / mine, (born - oldest) * count + minibatch))
     return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
-
-
-@contextmanager
-def record_loader(
-    dataset: Dataset[Item], order: Iterable[list[int]], num_workers: int
-) -> Iterator[Iterator[list[Item]]]:
-    """An iterator over the batches of ``order``, lists of items, made ahead of time by ``num_workers`` forked
-    processes, if any: none where there is no fork (Windows) or a forked process may crash (macOS).
-
-    The processes end with the block, however it ends: at the exit of the program, multiprocessing would wait
-    for them for ever, since they ignore SIGTERM."""
-    if not hasattr(os, "fork") or sys.platform == "darwin":
-        num_workers = 0
-    loader = DataLoader(
-        dataset,
-        batch_sampler=order,
-        collate_fn=list,
-        num_workers=num_workers,
-        multiprocessing_context="fork" if num_workers else None,
-        worker_init_fn=_prepare_worker,
-    )
-    batches = iter(loader)
-    try:
-        yield batches
-    finally:
-        if num_workers:
-            batches._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public name for it
-
-
-def _prepare_worker(worker: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads do not survive a fork
-    # These are sent to the whole group. The main process saves, then it ends its workers.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def next_batch(batches: Iterator[list[Item]]) -> list[Item]:
-    """The next list of items. A worker's InputError has a traceback in its text: only what follows the last
-    "InputError: " is kept."""
-    try:
-        return next(batches)
-    except InputError as error:
-        raise InputError(str(error).rpartition("InputError: ")[2]) from error

@@ -3,7 +3,7 @@
 A record is read by the first of these keys that it has, so a file may mix forms (examples: docs/data.md):
 
     prompt     PROMPTS, or instruction and input beside an output, or text; it may end with the beginning of
-               the answer (``_parted``)
+               the answer (``_prompt_and_last_turn``)
     answer     ANSWERS, or the last turn of the prompt; to compare with also verl's reward_model.ground_truth
                or MiniMind's gt, and a list is several right answers
     tools      tools, functions, or tools in a turn
@@ -27,17 +27,18 @@ from errors import InputError
 
 Record = dict[str, Any]
 Messages = list[dict[str, str]]  # {"role", "content"}
-Asked = Messages | str  # a prompt; a transcript stays text up to its last "Assistant:"
-Answered = tuple[Asked, str]
+AnyPrompt = Messages | str  # a transcript stays text up to its last "Assistant:"
+Exchange = tuple[AnyPrompt, str]  # a prompt and an answer to it (completion, response)
 Tools = Sequence[Record]  # JSON schemas, or calls, as OpenAI has them
-Parted = tuple[Asked, str | None]  # a prompt and its answer, if there is one
 
 NAMED_PROMPT, NAMED_ANSWER = "--prompt_key", "--answer_key"  # where ``named`` puts them; no file has these
 PROMPTS = (NAMED_PROMPT, "conversations", "messages", "user_input", "prompt", "question")
 ANSWERS = (NAMED_ANSWER, "answer", "completion", "output")
+# Beside one of these, the last turn of a conversation is not the answer if it leaves its thought open.
+BESIDE = (*ANSWERS, "reward_model", "gt", "chosen", "rejected")
 NO_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # parts of prompts for other models
 PLACEHOLDERS = ("", "空", "无")  # MiniMind's prompt files have these as the last turn, in place of an answer
-SHOWN = 200  # characters of the keys that an error message lists
+QUOTED = 200  # characters of a record that an error message quotes
 ROLE_NAMES = {  # in small letters
     "user": "user",
     "human": "user",  # ShareGPT's names
@@ -65,16 +66,36 @@ TURNS_AS_TEXT = re.compile(r'\s*\[\s*{\s*"(role|from|content|value)"')  # as tab
 REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
 
 
-class Begun(str):
-    """What is said in a last turn that the answer continues (``begun``)."""
+class TurnText(str):
+    """The text of a turn. A thought stands before the content and calls of tools stand behind it, as Qwen's
+    templates write them. Chat templates that read these apart get ``content``, ``thought`` and ``calls``.
+    ``weight``: OpenAI's, 0 for a turn that is not learned. ``is_begun``: the answer goes on behind this text
+    (``begun``)."""
 
+    content: str
+    thought: str
+    calls: Tools
+    weight: float | None
+    is_begun: bool
 
-class Said(str):
-    """The text of a turn, with its thought and its calls of tools in words. ``turn``: how the record has
-    these, for templates that read them, and the text without them ("content"), the turn's "weight" (OpenAI's:
-    0 for what is not learned) and the list of tools."""
+    def __new__(
+        cls,
+        content: str,
+        thought: str = "",
+        calls: Tools = (),
+        weight: float | None = None,
+        is_begun: bool = False,
+    ) -> "TurnText":
+        written = [f"<tool_call>\n{_as_json(call['function'])}\n</tool_call>" for call in calls]
+        whole = "\n".join([content, *written] if content else written)
+        turn = super().__new__(cls, f"<think>\n{thought}\n</think>\n\n{whole}" if thought else whole)
+        vars(turn).update(content=content, thought=thought, calls=calls, weight=weight, is_begun=is_begun)
+        return turn
 
-    turn: Record
+    @classmethod
+    def of(cls, text: str) -> "TurnText":
+        """A text as a turn of which nothing else is known, unless it is one."""
+        return text if isinstance(text, cls) else cls(text)
 
 
 @dataclass(frozen=True)
@@ -115,29 +136,30 @@ def named(record: Record, keys: Keys) -> Record:
     return found
 
 
-def to_prompt(record: Record) -> tuple[Asked, Answer | None]:
+def to_prompt(record: Record) -> tuple[AnyPrompt, Answer | None]:
     """A record of any form -> (prompt, answer or None). Raises InputError.
 
     The answer of verl's records is the ground truth, of MiniMind's with tools gt. Of a solution that ends
     with "#### 72", as GSM8K's do, the answer is "72". Each text of a list is right; an empty list is
     no answer.
     """
-    said = _first(record, ANSWERS)
-    is_list = isinstance(said, list) and not _is_turns(said)
+    answer = _first(record, ANSWERS)
+    is_list = isinstance(answer, list) and not _is_turns(answer)
     if is_list:
         record = {name: None if name in ANSWERS else value for name, value in record.items()}
-    prompt, answer = _prompt_and_answer(record)
-    accepted = said if is_list and said else [answer]
+    prompt, last = _prompt_and_answer(record)
+    right: Any = answer if is_list and answer else last
     match record:
-        case {"reward_model": {"ground_truth": truth}} if truth is not None and said in (None, "", []):
-            accepted = truth if isinstance(truth, list) else [truth]
-        case {"gt": truth} if accepted == [None]:
-            accepted = truth if isinstance(truth, list) else [truth]
+        case {"reward_model": {"ground_truth": truth}} if truth is not None and answer in (None, "", []):
+            right = truth
+        case {"gt": truth} if right is None:
+            right = truth
+    accepted = right if isinstance(right, list) else [right]
     texts = [without_solution(_as_text(text)) for text in accepted if text not in (None, "")]
     return prompt, texts[0] if len(texts) == 1 else texts or None
 
 
-def to_demonstration(record: Record) -> tuple[Asked | None, str]:
+def to_demonstration(record: Record) -> tuple[AnyPrompt | None, str]:
     """A record -> (prompt, answer), or (None, text) if the whole text is to be learned. Raises InputError.
     A ground truth of verl's is no answer to learn."""
     prompt, answer = _prompt_and_answer(record)
@@ -155,10 +177,10 @@ def to_demonstration(record: Record) -> tuple[Asked | None, str]:
     )
 
 
-def to_pair(record: Record) -> tuple[list[Answered], float]:
+def to_pair(record: Record) -> tuple[list[Exchange], float]:
     """A record -> ([(prompt, chosen text), (prompt, rejected text)], margin). margin: how much better the
     chosen answer is, 0 if the record does not say. Raises InputError."""
-    prompt, _ = _parted(record, _asked(record) or "", True)
+    prompt, _ = _prompt_and_last_turn(record, _asked(record) or "")
     sides = []
     for which in ("chosen", "rejected"):
         said = record.get(which)
@@ -169,7 +191,7 @@ def to_pair(record: Record) -> tuple[list[Answered], float]:
             )
         if isinstance(said, dict) and {"content", "value"} & said.keys():
             said = [said]  # a single turn, as in LLaMA-Factory's files
-        asked, response = _answered(prompt, said, is_transcript(said))
+        asked, response = _with_answer(prompt, said, is_transcript(said))
         if _is_empty(asked) or response is None:
             raise InputError(
                 f'"{which}" must be an answer to a prompt that is more than a system message: text beside a '
@@ -179,7 +201,7 @@ def to_pair(record: Record) -> tuple[list[Answered], float]:
     return sides, _number("margin", record.get("margin", 0.0))
 
 
-def to_rated(record: Record) -> tuple[list[Answered], float]:
+def to_rated(record: Record) -> tuple[list[Exchange], float]:
     """A record -> ([(prompt, response text)], score). Raises InputError."""
     prompt, response = _prompt_and_answer(record)
     if "score" not in record or response is None:
@@ -193,7 +215,7 @@ def to_rated(record: Record) -> tuple[list[Answered], float]:
 def keys_found(record: Record) -> str:
     """The keys of a record, for an error message."""
     names = json.dumps([name for name in record if not name.startswith("--")], ensure_ascii=False).strip("[]")
-    return f"keys found: {names[:SHOWN]}"
+    return f"keys found: {names[:QUOTED]}"
 
 
 def _first(record: Record, names: tuple[str, ...]) -> Any:
@@ -243,7 +265,7 @@ def _as_text(answer: Any) -> str:
     return answer if isinstance(answer, str) else _as_json(answer)
 
 
-def _prompt_and_answer(record: Record) -> Parted:
+def _prompt_and_answer(record: Record) -> tuple[AnyPrompt, str | None]:
     """A record of any form -> (prompt, the text that answers it, or None)."""
     answer: str | None
     said = _first(record, ANSWERS)
@@ -260,30 +282,30 @@ def _prompt_and_answer(record: Record) -> Parted:
                 f'no prompt (an "instruction" needs an "output" beside it); {keys_found(record)}: name the '
                 "prompt with --prompt_key and the answer, if any, with --answer_key, or rename them"
             )
-        answered = not record.keys().isdisjoint((*ANSWERS, "reward_model", "gt"))
-        prompt, answer = _parted(record, asked, answered)
+        prompt, answer = _prompt_and_last_turn(record, asked)
         if isinstance(prompt, str) and said is not None and asked == record.get("prompt"):
             prompt, answer = asked, None  # it may end with the beginning of its answer
     if said is not None and not (answer and said == ""):  # an empty column beside whole conversations
-        prompt, answer = _answered(prompt, said)
+        prompt, answer = _with_answer(prompt, said)
     if _is_empty(prompt):
         raise InputError("the prompt is empty, or only a system message; fill it in or delete the line")
     return add_system(prompt, _system(record)), answer
 
 
-def _parted(record: Record, asked: Any, answered: bool) -> Parted:
-    """What a record asks -> (prompt, the answer at its end, if there is one). The assistant's turn at the end
-    of "prompt" is no answer but the beginning of one, and so is an open thought beside an answer."""
-    prompt, said = split(asked)
-    if said is None or said.strip() in PLACEHOLDERS:
+def _prompt_and_last_turn(record: Record, asked: Any) -> tuple[AnyPrompt, str | None]:
+    """What a record asks -> (prompt, the answer at its end, or None). The assistant's turn at the end of
+    "prompt" is no answer but the beginning of one, and so is an open thought beside an answer."""
+    prompt, last = split(asked)
+    if last is None or last.strip() in PLACEHOLDERS:
         return prompt, None
-    is_open = said.rfind("<think>") > said.rfind("</think>")
-    if isinstance(prompt, str) or not (asked == record.get("prompt") or (answered and is_open)):
-        return prompt, said
-    return [*prompt, {"role": "assistant", "content": Begun(said)}], None
+    is_open = last.rfind("<think>") > last.rfind("</think>")
+    is_begun = asked == record.get("prompt") or (is_open and not record.keys().isdisjoint(BESIDE))
+    if isinstance(prompt, str) or not is_begun:
+        return prompt, last
+    return [*prompt, {"role": "assistant", "content": TurnText(last, is_begun=True)}], None
 
 
-def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
+def _with_answer(prompt: AnyPrompt, said: Any, whole: bool = False) -> tuple[AnyPrompt, str | None]:
     """A prompt, empty if there is none, and what answers it -> (prompt, answer). said: text, or turns, which
     may repeat the prompt; anything else becomes JSON text. whole: said is a transcript, to be split."""
     if not (_is_turns(said) or whole):
@@ -304,7 +326,7 @@ def _answered(prompt: Asked, said: Any, whole: bool = False) -> Parted:
     return asked + turns, answer
 
 
-def _is_empty(prompt: Asked) -> bool:
+def _is_empty(prompt: AnyPrompt) -> bool:
     return not any(turn["content"].strip() for turn in to_messages(prompt) if turn["role"] != "system")
 
 
@@ -326,7 +348,6 @@ def as_messages(turns: Any) -> Messages:
     user's, behind one of the user's the assistant's. A content is text, or OpenAI's list of text parts; what
     a tool gives back may be any JSON. Raises InputError."""
     messages: Messages = []
-    tools = None
     for i, turn in enumerate(turns if isinstance(turns, list) else []):
         turn = turn if isinstance(turn, dict) else {}
         after_user = messages and messages[-1]["role"] == "user"
@@ -348,22 +369,13 @@ def as_messages(turns: Any) -> Messages:
                 "text can be read"
             )
         text = "".join(texts)
-        tools = turn.get("tools") or tools
-        if role == "system" and tools and not text:
+        if role == "system" and turn.get("tools") and not text:
             continue  # MiniMind's files have their tools in such a turn
         thought = "" if "</think>" in text else str(_first(turn, THOUGHTS) or "").strip()
-        said = Said(in_words(text, thought, calls))
-        said.turn = {"content": text, "thought": thought, "tool_calls": calls, "tools": tools}
-        said.turn["weight"] = turn.get("weight")
-        messages.append({"role": role, "content": said})
+        messages.append({"role": role, "content": TurnText(text, thought, calls, turn.get("weight"))})
     if not messages:
         raise InputError('a conversation must be text or a list of {"role", "content"} turns, not empty')
     return messages
-
-
-def turn_of(text: str) -> Record:
-    """What the record says of a turn, of which a message has this text."""
-    return text.turn if isinstance(text, Said) else {"content": text}
 
 
 def calls_in(found: Any) -> Tools:
@@ -377,23 +389,16 @@ def calls_in(found: Any) -> Tools:
                 function = {"name": name, "arguments": _from_json(more.get("arguments", {}))}
                 calls.append({"type": "function", "function": function})
             case _:
-                raise InputError(f'the call of a tool has no "name": {_as_json(call)[:SHOWN]}')
+                raise InputError(f'the call of a tool has no "name": {_as_json(call)[:QUOTED]}')
     return calls
 
 
-def in_words(text: str, thought: str, calls: Tools) -> str:
-    """The text of a turn, with a thought before it and calls of tools behind it, as Qwen's templates do."""
-    said = [f"<tool_call>\n{_as_json(call['function'])}\n</tool_call>" for call in calls]
-    text = "\n".join([text, *said] if text else said)
-    return f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
-
-
-def tools_of(record: Record, prompt: Asked) -> Tools:
+def tools_of(record: Record) -> Tools:
     """The tools of a record: its own, or those in a turn of its prompt. Raises InputError."""
-    of_turn = turn_of(to_messages(prompt)[-1]["content"]).get("tools")
+    turns = _turns_of(_asked(record) or record.get("chosen"))
     tools: Any = []
-    for place in (record.get("tools"), record.get("functions"), of_turn):
-        tools = tools or _from_json(place) or []
+    for place in (record, {"tools": record.get("functions")}, *(turns if _is_turns(turns) else [])):
+        tools = tools or _from_json(place.get("tools")) or []
     tools = [*map(_from_json, tools)]
     if not all(isinstance(tool, dict) for tool in tools):
         raise InputError(
@@ -409,6 +414,11 @@ def _from_json(value: Any) -> Any:
     return value
 
 
+def _turns_of(whole: Any) -> Any:
+    """The turns of a text in which a table keeps them; anything else as it is."""
+    return _from_json(whole) if isinstance(whole, str) and TURNS_AS_TEXT.match(whole) else whole
+
+
 def _as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
@@ -419,15 +429,15 @@ def replaces_turn(record: Record) -> bool:
     said = _first(record, ANSWERS)
     if not _is_turns(turns) or not isinstance(said, str | int | float) or said == "" or is_pair(record):
         return False
-    return _parted(record, turns, True)[1] is not None
+    return _prompt_and_last_turn(record, turns)[1] is not None
 
 
-def is_transcript(prompt: Asked) -> bool:
+def is_transcript(prompt: AnyPrompt) -> bool:
     """Is it a text that begins with "Human:", to be answered by an "Assistant:"?"""
     return isinstance(prompt, str) and prompt.lstrip().startswith("Human:") and REPLY in prompt
 
 
-def to_messages(prompt: Asked) -> Messages:
+def to_messages(prompt: AnyPrompt) -> Messages:
     """A prompt -> messages: the turns of a transcript, or one user turn for other text.
 
     If one speaker of a transcript speaks twice in a row, both parts become one turn, because many chat
@@ -445,23 +455,24 @@ def to_messages(prompt: Asked) -> Messages:
     ]
     last = messages[-1]
     if last["role"] == "assistant":
-        messages[-1:] = [last | {"content": Begun(last["content"])}] if last["content"] else []
+        said = TurnText(last["content"], is_begun=True)
+        messages[-1:] = [last | {"content": said}] if said else []
     return messages
 
 
-def begun(prompt: Asked) -> str:
+def begun(prompt: AnyPrompt) -> str:
     """What a prompt has of the answer already: the last turn, if the answer continues it, else ''."""
-    last = prompt and to_messages(prompt)[-1]["content"]
-    return last if isinstance(last, Begun) else ""
+    last = to_messages(prompt)[-1]["content"] if prompt else ""
+    return last if TurnText.of(last).is_begun else ""
 
 
-def whole_answer(prompt: Asked, response: str) -> Answered:
+def whole_answer(prompt: AnyPrompt, response: str) -> Exchange:
     """A prompt and what was sampled -> (the prompt without the beginning of the answer, the answer)."""
     beginning = "" if isinstance(prompt, str) else begun(prompt)
     return (prompt[:-1], beginning + response) if beginning else (prompt, response)
 
 
-def add_system(prompt: Asked, system_prompt: str) -> Asked:
+def add_system(prompt: AnyPrompt, system_prompt: str) -> AnyPrompt:
     """The prompt with a system message first, unless it has one or ``system_prompt`` is empty."""
     messages = to_messages(prompt)
     if not system_prompt or messages[0]["role"] == "system":
@@ -469,12 +480,10 @@ def add_system(prompt: Asked, system_prompt: str) -> Asked:
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def split(whole: Any) -> Parted:
+def split(whole: Any) -> tuple[AnyPrompt, str | None]:
     """Text or turns -> (the prompt; the answer at its end, None where there is none). Raises InputError for
     what is neither."""
-    if isinstance(whole, str) and TURNS_AS_TEXT.match(whole):
-        with suppress(ValueError):
-            whole = json.loads(whole)
+    whole = _turns_of(whole)
     if not isinstance(whole, str):
         messages = as_messages(whole)
         if messages[-1]["role"] != "assistant":

@@ -17,27 +17,28 @@ from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dataset.answers import Answer, comparable, is_formula
 from dataset.chat_template import (
     Ids,
+    Marked,
     Thinking,
     conversation_ids,
     encode,
     is_read,
     learned_pieces,
     prompt_text,
-    spellings,
+    special_tokens,
     unmark,
     unrendered,
 )
 from dataset.formats import (
     BY_FORM,
-    Asked,
+    AnyPrompt,
+    Exchange,
     Keys,
     Record,
     Tools,
@@ -67,7 +68,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(eq=False)
-class RecordDataset(Dataset[Item], ABC):
+class RecordDataset(Generic[Item], ABC):
     """The base of all datasets here: items by number, made from records. Raises InputError for a bad file, a
     bad record among those read, or if all of these are too long. ``read``, ``dropped``: how many items were
     read at the start, and how many of these were too long; ``longest``: upper limit of an item's tokens;
@@ -86,10 +87,7 @@ class RecordDataset(Dataset[Item], ABC):
     def __post_init__(self) -> None:
         self.records = open_records(self.path)
         self.columns: dict[str, None] = {}
-        self.has_tools = False  # whether a record has tools, or turns of tools
-        self.rendered = False  # whether one has a text that the chat template has written
-        self.foreign = False  # whether one has a turn that begins as what a chat template has written
-        self.replaced = False  # whether one has an answer beside the turn at the end of a conversation
+        self.noted: set[str] = set()  # what is to be said of the records that have been read
         with located(self.records, 0):
             first = named(self.records[0], self.keys)
         self.pairs = is_pair(first) or "score" not in first  # and not rated answers
@@ -142,44 +140,47 @@ class RecordDataset(Dataset[Item], ABC):
         """A record as the functions of formats.py read it."""
         found = named(record, self.keys)
         read = unrendered(self.tokenizer, found)
-        self.rendered |= read is not found
-        self.replaced |= replaces_turn(read)
+        if read is not found:
+            self.noted.add("texts that the chat template has written already are read as messages")
+        if replaces_turn(read):
+            self.noted.add(
+                "the last turn of a conversation is left out where an answer is beside it; one that the "
+                'answer continues belongs into "prompt"'
+            )
         return read
 
-    def tools(self, record: Record, prompt: Asked) -> Tools:
-        """The tools of a record, of which the prompt is noted as well. Raises InputError."""
-        found = tools_of(record, prompt)
+    def exchanges(self, record: Record) -> tuple[list[Exchange], float]:
+        """A record as ``fields`` gives it -> of a pair both prompts with their answers, and the margin; else
+        one prompt with its rated answer, and the score. Raises InputError."""
+        sides, number = to_pair(record) if self.pairs else to_rated(record)
+        return [(add_system(prompt, self.system_prompt), answer) for prompt, answer in sides], number
+
+    def tools(self, record: Record, prompt: AnyPrompt) -> Tools:
+        """The tools of a record as ``fields`` gives it, of which the prompt is noted as well. Raises
+        InputError."""
+        found = tools_of(record)
         turns = to_messages(prompt)
-        self.has_tools |= bool(found) or any(turn["role"] == "tool" for turn in turns)
-        self.foreign |= any(RENDERED.match(turn["content"]) is not None for turn in turns)
+        if found or any(turn["role"] == "tool" for turn in turns):
+            shown = self.shows_tools and is_read(self.tokenizer, "tools")
+            lists = "shown as the chat template writes them" if shown else "left out"
+            self.noted.add(f"no tool is run; lists of tools are {lists}")
+        if any(RENDERED.match(turn["content"]) for turn in turns):
+            self.noted.add(
+                "turns begin with marks of a chat template, such as <|im_start|> or [INST], which stay text; "
+                "give messages in their place, or the template with --prompt_template"
+            )
         return found
 
     def notes(self) -> list[str]:
         """What is to be said of the records that were read at the start."""
-        notes = []
-        if self.has_tools:
-            shown = self.shows_tools and is_read(self.tokenizer, "tools")
-            lists = "shown as the chat template writes them" if shown else "left out"
-            notes.append(f"no tool is run; lists of tools are {lists}")
-        if self.rendered:
-            notes.append("texts that the chat template has written already are read as messages")
-        if self.foreign:
-            notes.append(
-                "turns begin with marks of a chat template, such as <|im_start|> or [INST], which stay text; "
-                "give messages in their place, or the template with --prompt_template"
-            )
-        if self.replaced:
-            notes.append(
-                "the last turn of a conversation is left out where an answer is beside it; one that the "
-                'answer continues belongs into "prompt"'
-            )
+        notes = sorted(self.noted)
         if self.records.left_out:
             notes.append(f"by name or kind not of its split train and not read: {self.records.left_out}")
         return notes
 
-    def ids(self, text: str, after: str = "") -> Ids:
-        """The token ids of a marked text. after: as in ``encode``."""
-        return encode(self.tokenizer, [text], after)[0]
+    def ids(self, text: Marked, context: Marked = "") -> Ids:
+        """The token ids of a text. context: as in ``encode``."""
+        return encode(self.tokenizer, [text], context)[0]
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -238,7 +239,7 @@ class Prompt:
     text. ``record``: the record as the file has it, for reward functions. ``tools``: those of the record."""
 
     index: int
-    prompt: Asked  # reward models apply their own templates
+    prompt: AnyPrompt  # reward models apply their own templates
     answer: Answer | None
     prompt_ids: Ids
     record: Record
@@ -255,30 +256,31 @@ class Prompt:
 class RLAIFDataset(RecordDataset[Prompt]):
     """Prompts for PPO. Takes records of every format and uses their prompts only.
 
-    ``answers``, ``comparable_answers``, ``formulas``: of the records read at the start, those with an answer,
-    those with one that a response can equal (``comparable`` in answers.py), and those of them with a formula.
+    Numbers of the records read at the start: ``with_answer``; ``comparable_answers``, those with one that a
+    response can equal (``comparable`` in answers.py); ``formulas``, those of them with a formula.
     """
 
     thinking: Thinking | None = None
-    answers = 0
+    with_answer = 0
     comparable_answers = 0
     formulas = 0
 
     @property
     def has_accuracy(self) -> bool:
         """Whether it says something how many responses equal the answers: can most of these be compared?"""
-        return 0 < self.answers <= 2 * self.comparable_answers
+        return 0 < self.with_answer <= 2 * self.comparable_answers
 
     def note_item(self, item: Prompt) -> None:
         if item.answer is not None:
-            self.answers += 1
+            self.with_answer += 1
             self.comparable_answers += comparable(item.answer)
             self.formulas += comparable(item.answer) and is_formula(item.answer)
 
     def item(self, i: int, record: Record) -> Prompt:
-        prompt, answer = to_prompt(self.fields(record))
+        found = self.fields(record)
+        prompt, answer = to_prompt(found)
         prompt = add_system(prompt, self.system_prompt)
-        tools = self.tools(record, prompt)
+        tools = self.tools(found, prompt)
         switches = self.thinking(i) if self.thinking else {}
         text = prompt_text(self.tokenizer, prompt, tools, **switches)
         return Prompt(
@@ -317,21 +319,22 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
 
     def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
         tokenizer = self.tokenizer
-        prompt, answer = to_demonstration(self.fields(record))
+        found = self.fields(record)
+        prompt, answer = to_demonstration(found)
         prompt = prompt and add_system(prompt, self.system_prompt)
-        pieces = learned_pieces(tokenizer, prompt, answer, self.tools(record, prompt or ""))
+        pieces = learned_pieces(tokenizer, prompt, answer, self.tools(found, prompt or ""))
         if prompt and tokenizer.chat_template and self.ends is None:
             roles = [turn["role"] for turn in to_messages(prompt)]
             said = roles.count("assistant") + (not begun(prompt))  # a beginning and its answer are one
             self.rewritten += said - len(pieces) // 2
         ids: Ids = []
         mask: Ids = []
-        before = ""
+        context = ""
         for number, (text, learned) in enumerate(pieces):
-            row = self.ids(text, before)
+            row = self.ids(text, context)
             counted = 0
             if learned:
-                special = frozenset(spellings(tokenizer)[1].intersection(row))
+                special = frozenset(special_tokens(tokenizer)[1].intersection(row))
                 self.kinds.setdefault(special, i)
                 if not special and number == len(pieces) - 1:
                     row.append(tokenizer.eos_token_id)
@@ -347,7 +350,7 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
                 counted = next((n + 1 for n in range(1, len(row)) if row[n] in ends), len(row))
             mask += [1] * counted + [0] * (len(row) - counted)
             ids += row
-            before += text
+            context += text
         if not any(mask):
             raise InputError('no answer to learn from: its "weight" is 0; delete the line')
         mask[0] = 0  # nothing comes before the first token of a text
@@ -384,13 +387,12 @@ class PreferenceDataset(RecordDataset[Judged]):
 
     def item(self, i: int, record: Record) -> Judged:
         record = self.fields(record)
-        sides, given = to_pair(record) if self.pairs else to_rated(record)
-        whole = [(add_system(prompt, self.system_prompt), response) for prompt, response in sides]
-        self.tools(record, whole[0][0])
-        found = conversation_ids(self.tokenizer, whole)
-        if not all(found):
+        sides, number = self.exchanges(record)
+        self.tools(record, sides[0][0])
+        rows = conversation_ids(self.tokenizer, sides)
+        if not all(rows):
             raise InputError("prompt and answer have no tokens; fill them in or delete the line")
-        return *found, given
+        return *rows, number
 
 
 # ---------------------------------------------------------------- logged answers (offline PPO)
@@ -422,15 +424,14 @@ class LoggedRecords(RecordDataset[Item]):
     def answer(self, i: int, record: Record, side: int) -> LoggedAnswer:
         """Item ``i``, an answer of a record. side: of a pair, 0 for the chosen one, 1 for the other."""
         found = self.fields(record)
-        sides, score = to_pair(found) if self.pairs else to_rated(found)
+        sides, score = self.exchanges(found)
         if self.pairs:
             score = (CHOSEN, REJECTED)[side]
         prompt, response = sides[side]
-        prompt = add_system(prompt, self.system_prompt)
-        tools = self.tools(record, prompt)
-        *context, (said, _) = learned_pieces(self.tokenizer, prompt, response, tools)
-        before = "".join(text for text, _ in context)
-        ids = self.ids(said, before)
+        tools = self.tools(found, prompt)
+        *pieces, (said, _) = learned_pieces(self.tokenizer, prompt, response, tools)
+        context = "".join(text for text, _ in pieces)
+        ids = self.ids(said, context)
         ends = [place for place, token in enumerate(ids) if token in self.eos]
         if not ends:
             raise InputError(
@@ -441,9 +442,9 @@ class LoggedRecords(RecordDataset[Item]):
             index=i,
             prompt=prompt,
             answer=None,
-            prompt_ids=self.ids(before),
+            prompt_ids=self.ids(context),
             record=record,
-            text=unmark(before),
+            text=unmark(context),
             response=response,
             response_ids=ids[: ends[0] + 1],
             tools=tools,

@@ -69,13 +69,8 @@ class LineRecords:
 
     def __getitem__(self, i: int) -> Record:
         start = self._starts[i]
-        size = self._starts[i + 1] - start
-        if hasattr(os, "pread"):  # forked processes share the file, and its position
-            line = os.pread(self._file.fileno(), size, start)
-        else:
-            self._file.seek(start)
-            line = self._file.read(size)
-        record = parse_json(line)
+        self._file.seek(start)
+        record = parse_json(self._file.read(self._starts[i + 1] - start))
         if not isinstance(record, dict):
             raise InputError("not a JSON object; write {...} on every line")
         return record
@@ -153,16 +148,10 @@ def _rows(file: IO[bytes], delimiter: str) -> Iterator[bytes]:
     """A table of text -> its rows as lines of JSON. Raises InputError for a row of another length."""
     csv.field_size_limit(2**31 - 1)
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-    rows = filter(None, csv.reader(text, delimiter=delimiter, strict=True))
-    names = next(rows, [])
-    for cells in rows:
-        if len(cells) != len(names):
-            raise InputError(
-                f"a row has {len(cells)} cells, but {len(names)} columns are named: {cells}"[:200]
-            )
-        yield (
-            json.dumps({name: cell for name, cell in zip(names, cells, strict=True) if cell}).encode() + b"\n"
-        )
+    for row in csv.DictReader(text, delimiter=delimiter, strict=True):
+        if None in row or None in row.values():
+            raise InputError(f"a row has more or fewer cells than columns are named: {row}"[:200])
+        yield json.dumps({name: cell for name, cell in row.items() if cell}).encode() + b"\n"
 
 
 def _temporary(path: str, lines: Iterable[bytes]) -> IO[bytes]:

@@ -105,8 +105,8 @@ HAND_WRITTEN = {
     ],
     "trainer/rewards/combine.py": [
         (
-            "for _, text in asked] if self.reasoning else []",
-            "for _, text in asked]",
+            "answer_text(text) for _, text in asked] if self.reasoning else []",
+            "answer_text(text) for _, text in asked]",
             "tests/rewards/test_rewards.py",
         ),
         ("[[*blocks]] = x[count:]", "[[*blocks]] = x[count:].flip(0)", ALONE),
@@ -162,5 +162,5 @@ HAND_WRITTEN = {
     "trainer/compute/precision.py": [
         ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py")
     ],
-    "dataset/lm_dataset.py": [("self.ids(said, before)", "self.ids(said)", "tests/dataset/test_dataset.py")],
+    "dataset/lm_dataset.py": [("self.ids(said, context)", "self.ids(said)", "tests/dataset/test_dataset.py")],
 }

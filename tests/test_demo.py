@@ -3,13 +3,14 @@
 import torch
 from tiny import ROOT, read_jsonl, user
 
+from dataset.answers import is_correct
 from dataset.lm_dataset import RLAIFDataset
 from model.loading import load_policy, load_tokenizer
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.rewards.reward_models import load_reward_model
-from trainer.rewards.rules import format_reward, is_correct
+from trainer.rewards.rules import format_reward
 
 DEMO, DATA = ROOT / "model" / "demo", ROOT / "dataset" / "demo"
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from tiny import WORDS, flags, run_files, tiny_llama, word_tokenizer, write_jsonl
 
+from dataset.answers import is_correct
 from dataset.lm_dataset import RLAIFDataset
 from trainer import evaluation, train_ppo
 from trainer.compute.batch import Batch
 from trainer.evaluation import EVAL_STEP, Evaluation
 from trainer.generation.sampling import noise_keys, uniform
 from trainer.inputs import accuracy_note, load_trained_tokenizer, read_prompts
-from trainer.rewards.rules import is_correct
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
 

@@ -16,7 +16,7 @@ from trainer.compute.cpu import kernels
 
 HIDDEN = Path(__file__).parent / "without_unix"
 SIZES = {"max_steps": 3, "batch_size": 4, "device": "cpu", "eval_interval": 0, "dtype": "float32"}
-PPO = {"mini_batch_size": 4, "max_gen_len": 4, "critic_warmup_steps": 0, "num_workers": 1, "run_name": "r"}
+PPO = {"mini_batch_size": 4, "max_gen_len": 4, "critic_warmup_steps": 0, "run_name": "r"}
 
 # The first argument is the repository; then the arguments of one script after another, each after its name.
 DRIVER = """
@@ -68,7 +68,7 @@ def test_every_script_runs_without_what_only_unix_has(folder):
     sft = flags(**stage, data_path=write_jsonl(folder / "sft.jsonl", said))
     reward = flags(**stage, data_path=write_jsonl(folder / "pairs.jsonl", pairs))
     made = {"model": out / "full_sft_32.pth", "reward_model": out / "reward_32", "reward_timeout": 30}
-    ppo = flags(**{**SIZES, **PPO, **files, **made, "num_workers": 0, "out_dir": out})
+    ppo = flags(**{**SIZES, **PPO, **files, **made, "out_dir": out})
     chat = flags(model=out / "ppo_actor_32.pth", prompt="a b", max_gen_len=4, device="cpu")
     scripts = {"train_sft": sft, "train_reward": reward, "train_ppo": ppo}
     words = [w for name, argv in scripts.items() for w in (f"script=trainer.{name}", *argv)]
@@ -85,9 +85,9 @@ def test_a_run_is_saved_resumed_and_the_same_as_on_linux(folder, tmp_path, monke
     out, err = run(folder, argv, code=2, **fault)
     assert "ValueError: no at " in err
     assert "saved: " in out and "rdner" in out  # the letters that cp1252 lacks are question marks
-    run(folder, [*argv, "--resume", "auto", "--num_workers", "0"])
+    run(folder, [*argv, "--resume", "auto"])
     monkeypatch.setattr(kernels, "library", lambda: None)
-    train_ppo.main(flags(**{**files, "num_workers": 0}, out_dir=tmp_path))
+    train_ppo.main(flags(**files, out_dir=tmp_path))
     same_run(folder / "out" / "r", tmp_path / "r", step=3)
 
 

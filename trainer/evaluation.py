@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dataset.answers import comparable
+from dataset.answers import comparable, is_correct
 from dataset.formats import begun
 from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
 from progress_bar import phase
@@ -25,7 +25,6 @@ from trainer.models import Models
 from trainer.options.ema import Ema
 from trainer.options.offline import logged_batch
 from trainer.rewards.combine import Reward
-from trainer.rewards.rules import is_correct
 from trainer.rollout import RolloutEngine
 from trainer.runs.displays import Row, StepLog
 from trainer.runs.distributed import World

@@ -289,7 +289,7 @@ def add_data_flags(p: FlagParser, records: str) -> None:
     add("--prompt_template", "", "text with {prompt}, Jinja, or a file of either")
     add("--chat_template_kwargs", str, "JSON: the template's switches; default: model's own")
     add("--max_seq_len", 256, f"in tokens; longer {records} are dropped", at_least=1)
-    add("--num_workers", 0, "data loader processes", at_most=64, may_change=True)
+    add("--num_workers", 0, "changes nothing: the main process reads the records", may_change=True)
 
 
 def add_stage_flags(p: FlagParser, records: str) -> None:

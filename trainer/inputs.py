@@ -240,7 +240,7 @@ def choose_reasoning(args: Flags, prompts: Prompts) -> str | None:
 def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
     """A line that says why there is no accuracy although held-out records have answers, or that formulas are
     compared as texts, else None."""
-    if not held_out or not held_out.answers:
+    if not held_out or not held_out.with_answer:
         return None
     if held_out.has_accuracy:
         if not held_out.formulas or compares_formulas():
@@ -250,7 +250,7 @@ def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
             "compare what they mean: pip install 'math-verify[antlr4_13_2]'"
         )
     return (
-        f"accuracy none: of {held_out.answers} held-out answers only {held_out.comparable_answers} are a "
+        f"accuracy none: of {held_out.with_answer} held-out answers only {held_out.comparable_answers} are a "
         "number or a few words, which a response can equal; --eval_reward_fn can judge the responses"
     )
 
@@ -298,6 +298,8 @@ def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:
 def describe_texts(args: Namespace, datasets: Iterable[RecordDataset[Any] | None]) -> list[str]:
     """Lines on how the texts of these datasets, or None, were read, for runs of all stages."""
     notes = set()
+    if args.num_workers:
+        notes.add("--num_workers changes nothing: the main process reads the records")
     own = ""
     for data in filter(None, datasets):
         own = own_system(data.tokenizer)

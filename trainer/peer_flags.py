@@ -282,7 +282,7 @@ load_best_model_at_end greater_is_better: with held-out prompts the best weights
     kept, those of the highest --best_metric
 ddp_*: not needed, torchrun starts the processes, whose gradients are summed
 local_rank: torchrun sets it
-dataloader_*: --num_workers says how many processes read the data; all else is chosen
+dataloader_*: not needed, the main process reads the records of each step
 # others
 loss_type: a loss is always the mean over all tokens; --policy_loss has those of CISPO and GSPO
 loss_agg_mode: a loss is always the mean over all tokens of a minibatch

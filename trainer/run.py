@@ -459,7 +459,7 @@ class PpoRun(Run):
         """The parts of the reward that get the records' answers, or other fields of theirs; "" for none. What
         they make of them, nobody knows."""
         reward = self.reward
-        answered = not self.args.offline_data_path and self.data.answers
+        answered = not self.args.offline_data_path and self.data.with_answer
         parts = []
         functions = [function for function, _ in reward.functions.values()]
         if functions and (answered or any(fields_read(f, self.data.columns) for f in functions)):

@@ -11,6 +11,7 @@ from dataset.formats import begun, to_demonstration, to_messages, to_pair, to_pr
 from dataset.lm_dataset import LoggedAnswers, PreferenceDataset, RLAIFDataset, SFTDataset
 from trainer.inputs import describe_texts
 
+NO_FLAGS = Namespace(system_prompt="", chat_template_kwargs=None, num_workers=0)
 U = user("4, 6 -> 24?")
 THOUGHT = "Let me think.\n<think>"
 BEGUN = [U, assistant(THOUGHT)]
@@ -222,7 +223,7 @@ def test_such_texts_are_read_in_every_field_and_it_is_said(chat, jsonl):
 
     def read(kind, record, **more):
         data = kind(jsonl(record), chat, 200, **more)
-        (note,) = describe_texts(Namespace(system_prompt="", chat_template_kwargs=None), [data])
+        (note,) = describe_texts(NO_FLAGS, [data])
         assert note.endswith("texts that the chat template has written already are read as messages")
         return data[0]
 
@@ -243,7 +244,7 @@ def test_such_texts_are_read_in_every_field_and_it_is_said(chat, jsonl):
     begins = read(RLAIFDataset, {"prompt": asked + THOUGHT, "answer": "4*6"})
     assert begins.text == asked + THOUGHT and begun(begins.prompt) == THOUGHT
     plain = RLAIFDataset(jsonl({"prompt": "hi", "answer": "5<|im_end|>"}), chat, 200)
-    assert plain[0].answer == "5<|im_end|>" and not plain.rendered
+    assert plain[0].answer == "5<|im_end|>" and plain.notes() == []
 
 
 def test_an_answer_in_the_place_of_a_turn_is_said(chat, jsonl):
@@ -256,5 +257,5 @@ def test_an_answer_in_the_place_of_a_turn_is_said(chat, jsonl):
         ({"messages": WHOLE, "chosen": WHOLE, "rejected": BEGUN, "answer": "5"}, False),
     ):
         data = RLAIFDataset(jsonl(record), chat, 200)
-        notes = describe_texts(Namespace(system_prompt="", chat_template_kwargs=None), [data])
+        notes = describe_texts(NO_FLAGS, [data])
         assert [("left out where an answer is beside it" in note) for note in notes] == [True] * replaced

@@ -221,8 +221,13 @@ def test_the_system_text_that_a_template_writes_by_itself_is_said(chat, plain, j
     assert own_system(plain) == ""
     chat.chat_template = OWN + own
     for given, line in (("", "system   the chat template's own: You are a model. ("), ("S", "system   S")):
-        (said,) = describe_texts(Namespace(system_prompt=given, chat_template_kwargs=None), [None, data])
+        args = Namespace(system_prompt=given, chat_template_kwargs=None, num_workers=0)
+        (said,) = describe_texts(args, [None, data])
         assert said.startswith(line)
+    args = Namespace(system_prompt="S", chat_template_kwargs=None, num_workers=8)  # as in MiniMind's commands
+    assert describe_texts(args, [data])[0] == (
+        "note     --num_workers changes nothing: the main process reads the records"
+    )
 
 
 def test_no_text_has_the_byte_order_mark_of_its_file(plain, chat, tmp_path):

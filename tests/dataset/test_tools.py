@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from dataset.chat_template import conversation_text, unmark
-from dataset.formats import to_pair, to_prompt
+from dataset.formats import Keys, to_pair, to_prompt
 from dataset.lm_dataset import LoggedAnswers, PreferenceDataset, RLAIFDataset, SFTDataset
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}
@@ -113,6 +113,12 @@ def test_the_template_gets_the_tools_of_a_record(chat, jsonl, name):
     assert data[0].text == rendered(tokenizer, asked, tools=[TOOL], add_generation_prompt=True)
 
 
+def test_tools_in_a_turn_are_found_where_the_key_of_the_prompt_is_named(chat, jsonl):
+    path = jsonl({"q": carried("", [TOOL])["conversations"]})
+    (prompt,) = RLAIFDataset(path, with_template(chat, QWEN), 2000, keys=Keys("q"))
+    assert prompt.tools == [TOOL]
+
+
 def test_no_tools_are_no_tools(chat, jsonl):
     tokenizer = with_template(chat, QWEN)
     for none in (None, [], "[]", "", "null"):
@@ -174,7 +180,7 @@ def test_calls_are_learned_and_results_are_context(chat, jsonl, name):
         assert prompt.answer == "It is 5."
     assert prompt.prompt == [U, tiny.assistant(WORDS), RESULT]  # what a reward function gets
     again = pickle.loads(pickle.dumps(prompt))
-    assert again == prompt and again.prompt[1]["content"].turn == prompt.prompt[1]["content"].turn
+    assert again == prompt and vars(again.prompt[1]["content"]) == vars(prompt.prompt[1]["content"])
 
 
 def test_the_tags_of_hermes_files_are_written_once(chat, jsonl):

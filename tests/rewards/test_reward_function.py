@@ -28,7 +28,7 @@ from tiny import (
     write_jsonl,
 )
 
-from dataset.formats import Begun, Keys
+from dataset.formats import Keys, TurnText
 from dataset.lm_dataset import RLAIFDataset
 from trainer import train_ppo
 from trainer.rewards import reward_function, rules
@@ -243,7 +243,7 @@ def test_a_run_gives_each_response_its_own_record_and_the_step_also_when_resumed
         says = r"'level' is no key .*other\.jsonl; keys found: .*\"levels\""
         refused(says, train_ppo.main, flags(**other, **sizes, **more))
     assert not (tmp_path / "out").exists()
-    argv = flags(**files, **sizes, **more, epochs=3, num_workers=1)
+    argv = flags(**files, **sizes, **more, epochs=3)
 
     def noted(name, notes):
         monkeypatch.setenv("NOTES", notes)
@@ -346,7 +346,7 @@ def test_trls_functions_are_called_by_name():
 
 
 def test_trls_completions_have_the_beginning_that_the_prompt_has():
-    turns = [user("p"), assistant(Begun("So: "))]
+    turns = [user("p"), assistant(TurnText("So: ", is_begun=True))]
     given = [([user("p")], [assistant("So: r")]), ("q", "s")]
     assert scored(
         lambda prompts, completions, **k: [*zip(prompts, completions, strict=True)] == given and [1, 2],

@@ -13,8 +13,9 @@ from steps import take_step
 from test_invariants import make_run
 from tokenizers.processors import TemplateProcessing
 
+from dataset.answers import after_thinking
 from dataset.chat_template import conversation_text
-from dataset.formats import Begun
+from dataset.formats import TurnText
 from model.critic import CriticModel
 from model.loading import load_policy, load_tokenizer
 from model.weights import HalfEmbedding, HalfLinear, ScoreHead, weights_hash
@@ -32,7 +33,6 @@ from trainer.rewards.combine import (
 )
 from trainer.rewards.reward_function import Request
 from trainer.rewards.reward_models import conversation_ids, load_reward_model, models_hash, parse_spec
-from trainer.rewards.rules import after_thinking
 from trainer.run import critic_start
 from trainer.runs.distributed import World
 
@@ -102,8 +102,8 @@ SUMS = [  # (the reward's fields, responses to p, q, r, {part: scores}, what els
 def test_the_beginning_in_the_prompt_belongs_to_the_answer():
     """To its format and thought; a reward model reads what is said, behind the beginning or the thought."""
     question = [tiny.user("q")]
-    begun = [*question, tiny.assistant(Begun("Well: <think>\n1 "))]
-    sure = [*question, tiny.assistant(Begun("Sure: "))]
+    begun = [*question, tiny.assistant(TurnText("Well: <think>\n1 ", is_begun=True))]
+    sure = [*question, tiny.assistant(TurnText("Sure: ", is_begun=True))]
     rest = GOOD.removeprefix("<think>\n1 ")
     asked = []
 

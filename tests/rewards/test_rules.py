@@ -5,7 +5,8 @@ import inspect
 import pytest
 from tiny import ROOT
 
-from dataset.formats import Begun
+from dataset import answers
+from dataset.formats import TurnText
 from trainer.rewards import rules
 
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
@@ -50,32 +51,32 @@ NUMBERS = [  # (response, answer, is it right?)
     ("no idea", "72", 0),
     ("72", "72", 1),  # verl's ground truth
 ]
-BEGUN = {"role": "assistant", "content": Begun("<think>")}
+BEGUN = {"role": "assistant", "content": TurnText("<think>", is_begun=True)}
 DAPO = {1: 0.0, 16_384: 0.0, 16_385: 1 / 4096, 18_432: 0.5, 20_480: 1.0}  # its own numbers
 RULES = [  # (rule, its arguments, what it gives)
     *((rules.format_reward, (text,), form) for text, form, _ in FORMS),
     *((rules.mark_reward, (text,), marks) for text, _, marks in FORMS),
     # The prompt has the beginning of the answer, with an open thought or without.
     *(
-        (rules.after_thinking, (text, "So\n<think>"), said)
+        (answers.after_thinking, (text, "So\n<think>"), said)
         for text, said in (("a</think>\n5", "5"), ("5", ""))
     ),
-    (rules.after_thinking, ("5", "So: "), "So: 5"),
-    (rules.after_thinking, ("5", "<think>a</think>It is "), "It is 5"),
-    (rules.is_correct, ("2, or 7", "27", False, "It is 2"), False),
-    (rules.is_correct, ("7", "27", False, "It is 2"), True),
-    (rules.is_correct, ("27", "27", False, "<think>"), False),
-    (rules.is_correct, ("\n27</answer>", "27", True, "<answer>"), True),
+    (answers.after_thinking, ("5", "So: "), "So: 5"),
+    (answers.after_thinking, ("5", "<think>a</think>It is "), "It is 5"),
+    (answers.is_correct, ("2, or 7", "27", False, "It is 2"), False),
+    (answers.is_correct, ("7", "27", False, "It is 2"), True),
+    (answers.is_correct, ("27", "27", False, "<think>"), False),
+    (answers.is_correct, ("\n27</answer>", "27", True, "<answer>"), True),
     (rules.exact_answer, ([[BEGUN]] * 2, ["27", "a</think>27"], ["27"] * 2), [0.0, 1.0]),
     (rules.thinking_reward, ("p <think>", "b" * 15 + "</think>5", 1.0, "So <think>" + "a" * 15), 1.25),
     (rules.thinking_reward, ("p <think>", "b" * 15 + "</think>5", 1.0, "So <think>"), -0.25),
     (rules.thinking_reward, ("p", "b" * 30 + "</think>5", 1.0, "<think>a</think>It"), 0.0),
-    (rules.answer_text, (GOOD,), "2"),
-    (rules.answer_text, ("<answer>a</answer><answer>b</answer>",), "a"),
-    (rules.answer_text, ("<answer>2",), None),
-    (rules.is_correct, (GOOD, " 2 ", True), True),
-    (rules.is_correct, ("2", "2", True), False),
-    (rules.is_correct, (" 2", "2", False), True),
+    (answers.answer_text, (GOOD,), "2"),
+    (answers.answer_text, ("<answer>a</answer><answer>b</answer>",), "a"),
+    (answers.answer_text, ("<answer>2",), None),
+    (answers.is_correct, (GOOD, " 2 ", True), True),
+    (answers.is_correct, ("2", "2", True), False),
+    (answers.is_correct, (" 2", "2", False), True),
     *((rules.repetition_penalty, (text, 0.5), 0.0) for text in ("a b c d e", "", "a b")),
     (rules.repetition_penalty, ("a b c a b c", 0.5), 0.25),  # 1 of 4 trigrams is a repetition
     (rules.repetition_penalty, ("A, a, a, a, a, a", 0.5), 0.5),  # 7 of 9: more than half

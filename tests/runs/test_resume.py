@@ -158,9 +158,9 @@ def test_a_kill_before_the_first_checkpoint_and_in_the_middle_of_a_save_loses_no
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on_and_so_does_sigterm(files, tmp_path):
-    """A terminal or Slurm sends them to the workers of the loader too."""
+    """A terminal or Slurm sends them to the whole group of processes."""
     run, commands, done = tmp_path / "r", [], 0
-    process = launch(argv_of(files, tmp_path, **ENDLESS, num_workers=2))
+    process = launch(argv_of(files, tmp_path, **ENDLESS))
     for number in (signal.SIGINT, signal.SIGTERM):
         wait_for_steps(run, done + 1, process)
         os.killpg(process.pid, number)
@@ -396,8 +396,8 @@ def test_what_evaluations_depended_on_is_known_for_the_steps_that_the_run_keeps(
     assert evaluated_since({}, "a", 4) == 0
 
 
-def test_a_folder_in_use_is_refused_until_its_process_has_ended_though_a_worker_outlives_it(files, tmp_path):
-    argv = argv_of(files, tmp_path, **ENDLESS | {"save_interval": 1}, num_workers=2)
+def test_a_folder_in_use_is_refused_until_its_process_has_ended(files, tmp_path):
+    argv = argv_of(files, tmp_path, **ENDLESS | {"save_interval": 1})
     process = launch(argv)
     wait_for(lambda: (tmp_path / "r" / "checkpoints" / "step_1").exists(), process)
     refused([*argv, "--resume", "auto"], f"in use by process {process.pid} on ")

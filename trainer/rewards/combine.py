@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dataset.answers import after_thinking, answer_text
 from dataset.formats import begun, whole_answer
 from dataset.lm_dataset import Prompt
 from errors import InputError
@@ -146,9 +147,7 @@ class Reward:
         """Score B responses. Raises InputError if a reward fails: it raises an exception, takes too long, or
         gives a score that is NaN or infinite."""
         texts = request.responses
-        said = (
-            texts if self.with_thoughts or self.reasoning else [rules.after_thinking(text) for text in texts]
-        )
+        said = texts if self.with_thoughts or self.reasoning else [after_thinking(text) for text in texts]
         beginnings = [begun(prompt.prompt) for prompt in request.prompts]
         raw = RawScores()
         parts: dict[str, Tensor | list[float]] = {}
@@ -198,10 +197,10 @@ class Reward:
         for prompt, response in zip(request.prompts, request.responses, strict=True):
             question, answer = whole_answer(prompt.prompt, response)
             if not (self.with_thoughts or self.reasoning):
-                answer = rules.after_thinking(response, begun(prompt.prompt))
+                answer = after_thinking(response, begun(prompt.prompt))
             asked.append((merged_history(question) if self.merge_history else question, answer))
         count = len(asked)
-        found = [rules.answer_text(text) for _, text in asked] if self.reasoning else []
+        found = [answer_text(text) for _, text in asked] if self.reasoning else []
         blocks = {row: block for row, block in enumerate(found) if block is not None}
         asked += [(asked[row][0], block) for row, block in blocks.items()]
         prompts = request.prompts + [request.prompts[row] for row in blocks]

@@ -371,13 +371,13 @@ def try_reward_functions(
         for data in datasets:
             if not isinstance(data, RLAIFDataset):  # none, or logged answers, which have their scores
                 continue
-            given = {*fields_read(function, data.columns)}, data.answers > 0
+            given = {*fields_read(function, data.columns)}, data.with_answer > 0
             if given in tried:
                 continue
             prompts = [data[i % len(data)] for i in range(len(MADE_UP))]
             ids = [prompt.prompt_ids[:4] for prompt in prompts]
             request = Request(prompts, [*MADE_UP], ids=ids, run_values=values)
-            hint = "" if data.answers else "; no record has an answer: --answer_key names its field"
+            hint = "" if data.with_answer else "; no record has an answer: --answer_key names its field"
             with named_in_errors(part):
                 try:
                     scores, _ = call_reward_function(function, request, seconds)

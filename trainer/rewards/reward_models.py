@@ -26,8 +26,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dataset.chat_template import PLAIN, around, conversation_ids, pair_ids
-from dataset.formats import Answered, Asked, to_messages, whole_answer
+from dataset.chat_template import PLAIN, bos_and_eos, conversation_ids, pair_ids
+from dataset.formats import AnyPrompt, Exchange, to_messages, whole_answer
 from errors import InputError
 from model.loading import (
     as_input_error,
@@ -47,7 +47,7 @@ from trainer.compute.precision import autocast
 from trainer.compute.scoring import pack_sequences, packed_states
 from trainer.compute.sharding import ShardGroup
 
-Conversations = list[Answered]  # pairs of a prompt, messages or text, and a response
+Conversations = list[Exchange]  # pairs of a prompt, messages or text, and a response
 
 TRAINED = "{prompt}{response}{eos}"  # what TRL and OpenRLHF train a model without a chat template on
 # Conversations that a model's get_score and get_scores both score, to be compared
@@ -127,7 +127,7 @@ class ClassifierRewardModel(RewardModel):
                 ids, types = pair_ids(self.tokenizer, conversations)
             else:
                 ids = types = conversation_ids(self.tokenizer, conversations, self.form)
-            kept = len(around(self.tokenizer)[0])
+            kept = len(bos_and_eos(self.tokenizer)[0])
             ids, types = ([x[:kept] + x[kept:][kept - self.max_length :] for x in y] for y in (ids, types))
         scores = torch.empty(len(ids))
         budget = tokens_per_forward(self.model.device)
@@ -322,7 +322,7 @@ def load_reward_models(
     }
 
 
-def merged_history(prompt: Asked) -> Asked:
+def merged_history(prompt: AnyPrompt) -> AnyPrompt:
     """--merge_history: a prompt of several messages -> a single one of the user, as MiniMind writes it."""
     *history, last = [(m["role"], m["content"].strip()) for m in to_messages(prompt)]
     if not history:

@@ -10,12 +10,11 @@ combine.py calls the rules. A rule of your own needs no change here: see ``--rew
 import re
 from collections.abc import Sequence
 
-from dataset.answers import Answer, alternatives, gives
+from dataset.answers import Answer, is_correct
 from dataset.formats import begun
 from model.loading import TAGS
 
 FORMAT = re.compile(r"<think>\n.*?\n</think>\n{1,2}<answer>\n.*?\n</answer>", re.DOTALL)
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 REPEATED = re.compile(r"\w+|[^\w\s]")  # words and punctuation marks, of which trigrams are made
 LENGTHS = range(20, 801)  # characters of a response that is rewarded for its length
 THOUGHTS = range(20, 301)  # the same of a thought
@@ -29,16 +28,6 @@ def format_reward(response: str) -> float:
 def mark_reward(response: str) -> float:
     """0.25 for each of the four tags that occurs exactly once: partial credit on the way to the format."""
     return 0.25 * sum(response.count(tag) == 1 for tag in TAGS)
-
-
-def after_thinking(response: str, beginning: str = "") -> str:
-    """What a model that thinks says: the text behind the last ``</think>``, without the spaces around it. The
-    whole answer where there is no such tag, but nothing in a thought that its beginning, which the prompt
-    has, opens."""
-    _, tag, said = (beginning + response).rpartition("</think>")
-    if tag:
-        return said.strip()
-    return "" if "<think>" in beginning else said
 
 
 def from_thought(beginning: str) -> str:
@@ -57,12 +46,6 @@ def thinking_reward(prompt: str, response: str, size: float, beginning: str = ""
     thought = thought.strip().removeprefix("<think>").strip()  # the tag is in the prompt or here
     of_length = 1.0 if len(thought) in THOUGHTS else -0.5
     return size * (of_length + (0.25 if response.count("</think>") == 1 else -0.25))
-
-
-def answer_text(response: str) -> str | None:
-    """The text of the first answer block without surrounding spaces, or None if there is no block."""
-    match = ANSWER.search(response)
-    return match[1].strip() if match else None
 
 
 def repetition_penalty(response: str, largest: float) -> float:
@@ -89,16 +72,6 @@ def overlong_penalty(length: int, longest: int, buffer: int, largest: float) -> 
     """What a response of ``length`` tokens loses: 0 up to longest - buffer tokens, ``largest`` at ``longest``
     (--max_gen_len), and in between it grows in a straight line."""
     return largest * min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
-
-
-def is_correct(response: str, answer: Answer, reasoning: bool, beginning: str = "") -> bool:
-    """Whether the response gives this answer, or one of a list. Evaluation asks (accuracy), and exact_answer.
-
-    With ``--reasoning 1`` the answer block has to be the answer. Else what follows the thought has to be it,
-    or to give it as its final number or in a box (``gives``). beginning: of the answer, in the prompt.
-    """
-    said = answer_text(beginning + response) if reasoning else after_thinking(response, beginning)
-    return said is not None and any(gives(said, right, reasoning) for right in alternatives(answer))
 
 
 def exact_answer(prompts: list, responses: list[str], answers: list[Answer | None]) -> list[float | None]:
