@@ -23,6 +23,7 @@ SHORTER = {
         "coarse reward",
         "no EOS",
         "constant",
+        "silent",
         "too hard",
         "all cut",
         "thousands",
@@ -113,6 +114,7 @@ def BROKEN(f):
             ("groups_alike",),
         ),
         "constant": ("a reward function: always 1", fn("constant", reasoning=0), ("scores_alike",)),
+        "silent": ("a reward function: always None", fn("silent", reasoning=0), ("nothing_scored",)),
         "too hard": (
             "a reward function: right answers, which no response has",
             fn("right", reasoning=0, data_path=f["hard"], eval_data_path=f["hard"]),

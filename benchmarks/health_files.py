@@ -32,6 +32,10 @@ def shorter(prompts, responses, answers):
 def noise(prompts, responses, answers):
     return [zlib.crc32(r.encode()) % 1000 / 300 for r in responses]
 
+def silent(prompts, responses, answers):
+    return [None] * len(responses)
+
+
 def constant(prompts, responses, answers):
     return [1.0] * len(responses)
 

@@ -162,7 +162,7 @@ def test_who_gets_the_answers(function, server, answered, offline, text):
     """A reward model never does; a function also by a field of the records that it asks for."""
     run = SimpleNamespace(
         reward=SimpleNamespace(functions={"function": (function, 1.0)} if function else {}, server=server),
-        data=SimpleNamespace(answers=answered, columns={"prompt": None, "gold": None}),
+        data=SimpleNamespace(with_answer=answered, columns={"prompt": None, "gold": None}),
         args=SimpleNamespace(offline_data_path=offline),
     )
     assert PpoRun.answers_go_to(run) == text
