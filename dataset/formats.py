@@ -300,10 +300,10 @@ def _prompt_and_last_turn(record: Record, asked: Any) -> tuple[AnyPrompt, str | 
         return prompt, None
     is_open = last.rfind("<think>") > last.rfind("</think>")
     is_prompt = asked == record.get("prompt")
-    has_answer = not record.keys().isdisjoint(HAVE_ANSWER)
     if isinstance(prompt, str):
-        return (asked, None) if is_prompt and has_answer else (prompt, last)
-    if is_prompt or (is_open and has_answer):
+        is_begun = is_prompt and _first(record, ANSWERS) is not None
+        return (asked, None) if is_begun else (prompt, last)
+    if is_prompt or (is_open and not record.keys().isdisjoint(HAVE_ANSWER)):
         return [*prompt, {"role": "assistant", "content": TurnText(last, is_begun=True)}], None
     return prompt, last
 
