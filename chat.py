@@ -1,17 +1,17 @@
-"""Talk to a model: type a question and read the answer as it is produced.
+"""Ask a model: the answer is shown as it is produced, thoughts and special tokens of its own included.
 
-    python chat.py                                         newest out/ppo_actor_*.pth, else the bundled demo
-    python chat.py --model out/ppo_actor_128.pth           a .pth, a directory or a hub name
-    python chat.py --prompt "What is twelve plus five minus nine?"     or < prompts.txt: one answer per line
+    python chat.py --prompt "What is twelve plus five?"           newest out/ppo_actor_*.pth, else the demo
+    python chat.py --model out/ppo_actor_128.pth < prompts.txt    a .pth, a directory or a hub name
 
-/clear forgets the conversation, Ctrl-C stops an answer and forgets its question, /exit or Ctrl-D ends."""
+Without --prompt each line of the input, or typed in a terminal, is a question of its own. Conversations with
+memory: export.py, then ``transformers serve`` and ``transformers chat`` with the exported folder."""
 
-import contextlib
 import io
 import sys
-from collections import deque
-from itertools import count
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 from errors import InputError, run_script
 from trainer.flags import ROOT, FlagParser, Flags, path
@@ -29,7 +29,6 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     add("--prompt", str, "answer this and exit")
     add("--system_prompt", str, "system message; default: the one of its training; '': not that")
     add("--chat_template_kwargs", str, "JSON: the template's switches; default: its training's")
-    add("--history", 0, "turns that it reads again; 0: each prompt is new")
     add("--max_gen_len", 512, "longest answer in tokens", at_least=1)
     add("--stop", [], "texts that end an answer; default: its training's")
     add("--temperature", 0.0, "0: always the likeliest token; else all tokens, without top-k or top-p")
@@ -46,16 +45,8 @@ from transformers import GenerationConfig, TextStreamer
 
 from dataset.chat_template import encode, prompt_text, set_system_prompt, set_template_kwargs
 from dataset.formats import add_system
-from model.loading import (
-    check_tokenizer,
-    eos_ids,
-    load_policy,
-    load_tokenizer,
-    most_positions,
-    tokenizer_source,
-)
-from trainer.endings import read_stops
-from trainer.generation.stops import decode, without_text
+from model.loading import check_tokenizer, load_policy, load_tokenizer, most_positions, tokenizer_source
+from trainer.generation.stops import decode, load_endings, response_text
 from trainer.runs.distributed import init_world
 
 
@@ -67,7 +58,7 @@ def model_path(args: Flags) -> str:
 
 
 class Speaker:
-    """A model that answers, and its conversation so far."""
+    """A model that answers."""
 
     def __init__(self, path: str, args: Flags, device: torch.device) -> None:
         self.name = path
@@ -80,67 +71,59 @@ class Speaker:
         set_template_kwargs(self.tokenizer, args.chat_template_kwargs)
         self.positions = most_positions(self.model.config)
         trained = self.model.generation_config.stop_strings or []  # a list, or one text
-        trained = [trained] if isinstance(trained, str) else trained
-        self.stops, ids = read_stops(args.stop or trained, self.tokenizer)
-        self.eos = {*eos_ids(self.tokenizer, self.model), *ids}
-        runs = without_text(self.tokenizer, len(self.model.get_output_embeddings().weight), self.eos)
+        stops = args.stop or ([trained] if isinstance(trained, str) else trained)
+        given = Namespace(stop=stops, stop_token_ids=[], min_gen_len=0, reasoning=0)
+        self.endings = load_endings(given, self.tokenizer, self.model)
         # Not what a checkpoint adds to it, such as top-p or a repetition penalty.
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
         self.model.generation_config = GenerationConfig(
             **(sampling if args.temperature else {}),
-            eos_token_id=sorted(self.eos),
-            suppress_tokens=[i for run in runs for i in range(*run)] or None,
+            eos_token_id=self.endings.eos,
+            suppress_tokens=[i for run in self.endings.forbidden.never for i in range(*run)] or None,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        turns = args.history if self.tokenizer.chat_template else 0
-        self.history: deque[dict[str, str]] = deque(maxlen=2 * turns)  # messages: user, assistant, user, …
 
     def encode(self, prompt: str) -> list[int]:
-        """The conversation so far and ``prompt`` -> token ids. Raises InputError if they are too long."""
-        messages = add_system([*self.history, {"role": "user", "content": prompt}], self.system_prompt)
+        """A prompt -> token ids. Raises InputError if they are too long."""
+        messages = add_system([{"role": "user", "content": prompt}], self.system_prompt)
         ids = encode(self.tokenizer, [prompt_text(self.tokenizer, messages)])[0]
         if not 0 < len(ids) < self.positions:
             raise InputError(
-                f"prompt and conversation have {len(ids)} tokens, {self.name} takes 1 to "
-                f"{self.positions - 1}; /clear forgets the conversation"
+                f"the prompt has {len(ids)} tokens, {self.name} takes 1 to {self.positions - 1}; shorten it"
             )
         return ids
 
-    def text_of(self, ids: list[int]) -> tuple[str, bool]:
-        """The text of an answer up to a stop string, and whether there is one."""
-        text = decode(self.tokenizer, [i for i in ids if i not in self.eos])
-        ends = [text.index(stop) for stop in self.stops if stop in text]
-        return text[: min(ends, default=None)], bool(ends)
-
     def answer(self, prompt: str) -> str:
         """Show the answer to a prompt word by word, with the stop string that ended it -> the answer without
-        that. Both become part of the conversation once the answer is complete. Raises InputError if they are
-        too long."""
+        that. Raises InputError if the prompt is too long."""
         asked = self.encode(prompt)
         limit = min(self.args.max_gen_len, self.positions - len(asked))
         tokens = torch.tensor([asked], device=self.model.device)
+        eos, stops, _ = self.endings
 
-        # transformers' own criterion (stop_strings) fails on tokenizers that know only some letters.
-        def stops(sequence: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            _, stopped = self.text_of(sequence[0, len(asked) :].tolist())
-            return torch.tensor([stopped], device=sequence.device)
+        def ended(ids: list[int]) -> bool:
+            if ids[-1] in eos or not stops:
+                return ids[-1] in eos
+            said = decode(self.tokenizer, ids)
+            return any(text in said for text in stops.texts)
+
+        def stop(sequence: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([ended(sequence[0, len(asked) :].tolist())], device=sequence.device)
+
+        def shown(ids: list[int]) -> str:
+            return decode(self.tokenizer, [i for i in ids if i not in eos])
 
         sequence = self.model.generate(  # type: ignore[operator]  # PreTrainedModel does not declare it
             tokens,
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=limit,
-            stopping_criteria=[stops] if self.stops else [],
-            # To clean up spaces would change what has been shown.
-            streamer=TextStreamer(
-                self.tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            ),
+            stopping_criteria=[stop],
+            streamer=TextStreamer(SimpleNamespace(decode=shown), skip_prompt=True),  # type: ignore[arg-type]
         )
         ids = sequence[0, len(asked) :].tolist()
-        text, stopped = self.text_of(ids)
-        if len(ids) == limit and ids[-1] not in self.eos and not stopped:
+        if not ended(ids):
             say(f"(cut after {limit} tokens)")
-        self.history += [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-        return text
+        return response_text(ids, ended(ids), self.tokenizer, stops)
 
 
 def say(text: str) -> None:
@@ -148,27 +131,19 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def talk(speaker: Speaker, seed: int, interactive: bool) -> None:
-    """Answer the lines of stdin, up to its end or /exit. Those of a file or pipe are shown. In a terminal an
-    error or Ctrl-C ends only an answer."""
-    for number in count():
-        try:
-            prompt = input("> " if interactive else "").removeprefix("\ufeff").strip()
-            if prompt == "/exit":
-                return
-            if not interactive:
-                print(f"> {prompt}", flush=True)
-            torch.manual_seed(seed + number)
-            if prompt == "/clear":
-                speaker.history.clear()
-            elif prompt:
-                speaker.answer(prompt)
-        except EOFError:
-            return
-        except (InputError, KeyboardInterrupt) as error:
-            if not interactive:
-                raise
-            say(f"\n{str(error) or 'stopped'}")
+def questions(args: Flags) -> Iterator[str]:
+    """--prompt, or the lines of the input. Those of a file or pipe are shown."""
+    if args.prompt is not None:
+        yield args.prompt
+        return
+    terminal = sys.stdin and sys.stdin.isatty()  # a closed stream is None
+    if terminal:
+        say("type a question; Ctrl-D ends")
+    for line in sys.stdin or ():
+        prompt = line.removeprefix("\ufeff").strip()
+        if not terminal:
+            print(f"> {prompt}", flush=True)
+        yield prompt
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -176,19 +151,13 @@ def main(argv: list[str] | None = None) -> None:
     device = init_world(args.device).device
     speaker = Speaker(model_path(args), args, device)
     say(f"{speaker.name}: {speaker.model.num_parameters():,} parameters on {device}")
-    if args.prompt is not None:
-        torch.manual_seed(args.seed)
-        speaker.answer(args.prompt)
-    elif sys.stdin:  # a closed stream is None
-        interactive = sys.stdin.isatty()
-        if interactive:
-            say("/clear forgets the conversation (--history), Ctrl-C stops an answer, /exit leaves")
-        talk(speaker, args.seed, interactive)
+    for number, prompt in enumerate(questions(args)):
+        torch.manual_seed(args.seed + number)
+        if prompt or args.prompt is not None:
+            speaker.answer(prompt)
 
 
 if __name__ == "__main__":
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    with contextlib.suppress(ImportError):  # Windows has no readline
-        import readline  # noqa: F401  (arrow keys and line history in input())
     run_script(main)

@@ -34,7 +34,7 @@ from trainer.evaluation import EVAL_STEP
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
-from trainer.inputs import load_inputs
+from trainer.inputs import load_actor, load_trained_tokenizer, read_prompts
 from trainer.rewards.combine import Request, load_models, make_reward
 from trainer.rewards.reward_function import load_reward_functions
 from trainer.run import PpoRun
@@ -259,11 +259,12 @@ class Peer:
     def __init__(self, request, out):
         self.request, self.out = request, out
         self.args = args = train_ppo.parse_args(command_line(flags_of(request, out)))
-        inputs = load_inputs(args)
-        self.tokenizer, prompts = inputs.tokenizer, inputs.prompts
+        self.tokenizer = load_trained_tokenizer(args)
+        prompts, held_out = read_prompts(args, self.tokenizer)
+        actor = load_actor(args, self.tokenizer)
         self.reward = make_reward(args, load_reward_functions(args.reward_fn))
         load_models(self.reward, args, torch.device("cpu"), torch.float32)
-        self.judged = frozen_copy(inputs.actor)  # gets the weights that are measured
+        self.judged = frozen_copy(actor)  # gets the weights that are measured
         self.curve = Curve()
         self.judge = Judge(
             request["task"],
@@ -272,10 +273,10 @@ class Peer:
             self.reward,
             self.tokenizer,
             prompts,
-            inputs.held_out,
-            frozen_copy(inputs.actor),
+            held_out,
+            frozen_copy(actor),
         )
-        (self.eos,) = eos_ids(self.tokenizer, inputs.actor)
+        (self.eos,) = eos_ids(self.tokenizer, actor)
         self.prompts = [prompts[i] for i in range(len(prompts))]
 
     def settings(self):

@@ -44,7 +44,7 @@ def take_step(run, step, records, before_learning=lambda batch: None):
 
     with (
         patch.object(train_ppo, "parse_args"),
-        patch.object(train_ppo, "Session", lambda build, given: session),
+        patch.object(train_ppo, "open_session", lambda build, args: session),
         patch.object(train_ppo, "evaluate_tokens", seen),
     ):
         train_ppo.main()

@@ -21,9 +21,9 @@ from common import QWEN_VOCABULARY, RESULTS, SIZES, read, table, write_results
 from plan_check import CASES, measure, run_case
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from trainer.compute.batching import tokens_per_pass
+from trainer.compute.batching import tokens_per_forward
 from trainer.generation.kv_cache import bytes_per_token
-from trainer.memory_plan import GB, LOADING, USABLE, Case, Sizes, fitted_plan, memory_plan
+from trainer.memory_plan import GB, LOADING, USABLE, ModelSizes, PlannedRun, fitted_plan, memory_plan
 from trainer.train_ppo import parse_args
 
 GPU = torch.device("cuda")
@@ -76,29 +76,29 @@ ASSUMED = {"training": 0.4, "scoring": 0.4, "decoding": 0.5}  # shares of what t
 
 @cache
 def sizes_of(model):
-    """The ``Sizes`` of one of MODELS and of its backbone. It takes seconds."""
+    """The ``ModelSizes`` of one of MODELS and of its backbone. It takes seconds."""
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(MODELS[model], dtype=torch.float32)
-    return Sizes(policy, torch.bfloat16), Sizes(policy.base_model, torch.bfloat16)
+    return ModelSizes(policy, torch.bfloat16), ModelSizes(policy.base_model, torch.bfloat16)
 
 
 def case_of(model, method, dtype, shard=0, count=1):
-    """-> the ``Case`` of a run without a reward model, on ``count`` GPUs."""
+    """-> the ``PlannedRun`` of a run without a reward model, on ``count`` GPUs."""
     more = "--data_path x --reward_fn x.py:f --gradient_checkpointing 1"
     args = parse_args(shlex.split(f"--model x {more} {SIZES_OF_A_STEP} {METHODS[method]}"))
     args = args.completed(shard=shard)
     actor, critic = map(copy, sizes_of(model))
-    actor.exact = critic.exact = dtype == torch.bfloat16  # they were saved in it
+    actor.exact = dtype == torch.bfloat16  # it was saved in it
     models = {"actor": actor} | ({"critic": critic} if args.advantage == "gae" else {})
     width = args.max_seq_len + args.max_gen_len
-    return Case(args, GPU, dtype, models, [], args.batch_size, width, processes=count)
+    return PlannedRun(args, GPU, dtype, models, [], args.batch_size, width, processes=count)
 
 
 def fitting(case, card):
     """The plan of a run on cards of this kind, or None where it does not fit."""
-    room = USABLE["cuda"] * card.bytes
-    plan = fitted_plan(case, room)
-    return plan if plan.peak <= room else None
+    available = USABLE * card.bytes
+    plan = fitted_plan(case, available)
+    return plan if plan.peak <= available else None
 
 
 def fewest():
@@ -119,15 +119,15 @@ def fewest():
 
 
 def each_gpu():
-    """GB that each GPU needs at the least: micro-batches of 4,096 tokens, the KV cache freed after sampling.
-    And the GB of main memory in which each process of a sharded run loads the models."""
-    rows, least = [], {"budget": 4096, "release_cache": True}
+    """GB that each GPU needs with 64 sequences sampled together and micro-batches of 2,048 tokens. And the GB
+    of main memory in which each process of a sharded run loads the models."""
+    rows = []
     kinds = [("1", 0, 1), ("2 or more", 0, 2), *((f"{n}, sharded", 1, n) for n in SHARDED)]
     for model, method in RUNS:
         row = {"model": model, "trains": method}
         for name, shard, count in kinds:
             case = case_of(model, method, torch.bfloat16, shard, count)
-            row[name] = f"{memory_plan(case, **least).peak / GB:.1f}"
+            row[name] = f"{memory_plan(case).peak / GB:.1f}"
         rows.append(row | {"main memory, sharded": f"{LOADING * case.models['actor'].all / GB:.0f}"})
     return rows
 
@@ -167,7 +167,7 @@ def sent(case, small, passes, updates):
     if not args.shard:  # each optimizer step sums all gradients: a reduce-scatter and a gather
         return models * updates * 2 * share * 4 * trained
     gathered = share * (small * (actor.all - actor.table) + 4 * actor.table)
-    scoring = ceil(args.batch_size * (args.max_seq_len + args.max_gen_len) / tokens_per_pass(GPU))
+    scoring = ceil(args.batch_size * (args.max_seq_len + args.max_gen_len) / tokens_per_forward(GPU))
     gathers = 2 * passes * models + scoring * (
         1 + models
     )  # forward and backward; old actor, reference, critic

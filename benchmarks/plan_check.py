@@ -7,7 +7,7 @@ The models have random weights and the shapes of ``SHAPES``; they are saved in b
 Measured is the most resident memory (VmHWM of /proc) from the building of the run to the end of two steps,
 less what was resident after the imports. So Python and its libraries do not count, and neither does the
 loading of the policy, which has its own plan (``check_loading`` in memory_plan.py). The plan is the one that
-the run makes and prints, and what it leaves for code that is loaded later (``LATER`` in memory_plan.py).
+the run makes and prints, and what code takes that is loaded later (``LATER``).
 With several processes the fullest one counts, for the loading the one that loads.
 """
 
@@ -21,9 +21,10 @@ from pathlib import Path
 
 from common import ROOT, made, read
 
-from trainer.memory_plan import LATER, LOADING
+from trainer.memory_plan import LOADING
 
 VOCABULARY, MB = 16_384, 1e6
+LATER = 80e6  # bytes of code that is loaded or compiled while a run goes on, by oneDNN, gloo and others
 NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 SHAPES = {  # of Llamas with two heads for keys and values
     "14M": (384, 4, 6, 1024),
@@ -94,8 +95,8 @@ def measure(argv):
     from trainer import run as building
     from trainer import train_ppo as T
     from trainer.compute.memory import free_unused_memory
-    from trainer.inputs import load_inputs
-    from trainer.memory_plan import Sizes
+    from trainer.inputs import load_actor, load_trained_tokenizer
+    from trainer.memory_plan import ModelSizes
     from trainer.runs.distributed import init_world
 
     args, peaks = T.parse_args(argv), {}
@@ -106,12 +107,12 @@ def measure(argv):
             peaks[phase] = max(peaks.get(phase, 0), memory_of("VmHWM") - begun)
             forget_peak()
 
-        inputs = load_inputs(args)
+        actor = load_actor(args, load_trained_tokenizer(args))
         note("loading")
         free_unused_memory()  # as PpoRun does first
         forget_peak()
-        numbers = Sizes(inputs.actor, inputs.actor.dtype).all
-        building.load_inputs = lambda *_: inputs  # those above
+        numbers = ModelSizes(actor, actor.dtype).all
+        building.load_actor = lambda *_: actor  # that above
         run = building.PpoRun(args, world)
         note("building")
         answers = args.num_generations

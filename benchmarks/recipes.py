@@ -17,8 +17,9 @@ from common import ROOT, read, table
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
 from model.model_minimind import MiniMindConfig, plain_config
+from trainer.compute.batching import tokens_per_forward
 from trainer.inputs import EVAL_BATCH, complete_sizes, suited_rate
-from trainer.memory_plan import GB, USABLE, Case, Sizes, fitted_plan
+from trainer.memory_plan import GB, LEAST_TOKENS, USABLE, ModelSizes, PlannedRun, fitted_plan, memory_plan
 from trainer.train_ppo import flag_parser
 
 SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -80,7 +81,7 @@ def row_of(section):
     """-> {column: text} of one recipe."""
     config, card, dtype = RECIPES[section]
     args, device = flags_of(section), torch.device("cuda" if card else "cpu")
-    plan, models = planned(args, config, card, dtype, device, "MiniMind" in section)
+    plan, models = planned(args, config, card, dtype, device)
     parts, total, actor = dict(plan.phases[plan.fullest]), plan.peak, models["actor"]
     kinds, lora = ("actor", "critic"), args.lora_r > 0
     rates = [suited_rate(kind, models[kind].all, lora) for kind in kinds]
@@ -96,23 +97,29 @@ def row_of(section):
     }
 
 
-def planned(args, config, card, dtype, device, minimind):
-    """-> (the ``Plan`` of a command, {"actor": ``Sizes``, "critic": …}). card: GB, or None for a CPU."""
+def planned(args, config, card, dtype, device):
+    """-> (the ``Plan`` of a command with the largest micro-batches that fit, {"actor": ``ModelSizes``,
+    "critic": …}). card: GB, or None for a CPU."""
     with torch.device("meta"):
         actor = AutoModelForCausalLM.from_config(config)
         config.num_labels = 1
         reward = AutoModelForSequenceClassification.from_config(config)
     reward.to(torch.float32 if device.type == "cpu" and dtype == torch.float32 else torch.float16)
     start = (reward if args.reward_model else actor).base_model
-    actor, reward, start = (Sizes(model, dtype) for model in (actor, reward, start))
-    actor.exact = dtype == torch.bfloat16 and not minimind  # saved in bf16; MiniMind's in fp16
-    reward.exact = dtype == torch.float32
-    start.exact = reward.exact if args.reward_model else actor.exact
+    actor, reward, start = (ModelSizes(model, dtype) for model in (actor, reward, start))
+    actor.exact = dtype == torch.bfloat16  # saved in it, where adapters are trained
     responses = max(args.batch_size, EVAL_BATCH if args.eval_data_path else 0)
     models = {"actor": actor} | ({"critic": start} if args.advantage == "gae" else {})
     rewards, width = [reward] if args.reward_model else [], args.max_seq_len + args.max_gen_len
-    room = USABLE[device.type] * (card or MAIN_MEMORY) * GB
-    return fitted_plan(Case(args, device, dtype, models, rewards, responses, width), room), models
+    available = USABLE * (card or MAIN_MEMORY) * GB
+    run = PlannedRun(args, device, dtype, models, rewards, responses, width)
+    plan, budget = fitted_plan(run, available), tokens_per_forward(device)
+    while budget > LEAST_TOKENS:  # as the run halves them where memory runs out
+        larger = memory_plan(run, plan.slots, budget)
+        if larger.peak <= available:
+            return larger, models
+        budget //= 2
+    return plan, models
 
 
 def commands_table():
@@ -130,7 +137,6 @@ def commands_table():
                 CARD,
                 torch.bfloat16,
                 torch.device("cuda"),
-                "MiniMind" in name,
             )
             size = f"{planned(*given)[0].peak / GB:.1f}"
             row[column] = f"**{size}**" if advantage == args.advantage else size

@@ -16,7 +16,7 @@ from common import VOCABULARY, matrix_rate, policy, show, spread, vocabulary_of
 
 from trainer import losses
 from trainer.compute.batch import Batch
-from trainer.compute.batching import Layout, micro_batches, tokens_per_pass
+from trainer.compute.batching import Layout, micro_batches, tokens_per_forward
 from trainer.compute.cpu import kernels
 from trainer.compute.memory import keep_freed_memory
 from trainer.compute.precision import autocast, fast_dtype, set_precision
@@ -64,7 +64,7 @@ def needed_operations(model, lengths, predicted):
 def ours(scorer, optimizer, rollout):
     """One update as the trainer does it: micro-batches, PPO loss, gradient clip, optimizer step."""
     tokens = rollout.response_len.sum().item()
-    budget = tokens_per_pass(rollout.tokens.device)
+    budget = tokens_per_forward(rollout.tokens.device)
     for index in micro_batches(rollout.layout.lengths, budget):
         mb = rollout.rows(index)
         logprobs, _, _ = scorer(mb.tokens, mb.layout, 1.0)
@@ -96,7 +96,7 @@ def padding_waste(rollout):
     attention, on a CPU, has no padding."""
     lengths, outside, inside = rollout.layout.lengths, 0, 0
     compiled = rollout.tokens.is_cpu and kernels.library() is not None
-    for index in micro_batches(lengths, tokens_per_pass(rollout.tokens.device)):
+    for index in micro_batches(lengths, tokens_per_forward(rollout.tokens.device)):
         packing = Layout([lengths[i] for i in index])
         outside += sum(lengths[i] for i in index)
         padded = len(index) * packing.longest

@@ -153,8 +153,6 @@ def to_prompt(record: Record) -> tuple[AnyPrompt, Answer | None]:
             right = truth
         case {"gt": truth} if right is None:
             right = truth
-    if _is_empty([turn for turn in to_messages(prompt) if turn["role"] != "system"]):
-        raise InputError("the prompt is only a system message; add what the user asks, or delete the line")
     accepted = right if isinstance(right, list) else [right]
     texts = [without_solution(_as_text(text)) for text in accepted if text not in (None, "")]
     return prompt, texts[0] if len(texts) == 1 else texts or None
@@ -195,8 +193,8 @@ def to_pair(record: Record) -> tuple[list[Exchange], float]:
         asked, response = _with_answer(prompt, said, is_transcript(said))
         if _is_empty(asked) or response is None:
             raise InputError(
-                f'"{which}" must be an answer to a prompt that is not empty: text beside a "prompt" '
-                "(--prompt_key), a transcript, or turns that end with the assistant's"
+                f'"{which}" must be an answer to a prompt that is more than a system message: text beside a '
+                '"prompt" (--prompt_key), a transcript, or turns that end with the assistant\'s'
             )
         sides.append((add_system(asked, _system(record)), response))
     return sides, _number("margin", record.get("margin", 0.0))
@@ -287,7 +285,7 @@ def _prompt_and_answer(record: Record) -> tuple[AnyPrompt, str | None]:
     if said is not None and not (answer and said == ""):  # an empty column beside whole conversations
         prompt, answer = _with_answer(prompt, said)
     if _is_empty(prompt):
-        raise InputError("the prompt is empty; fill it in or delete the line")
+        raise InputError("the prompt is empty, or only a system message; fill it in or delete the line")
     return add_system(prompt, _system(record)), answer
 
 
@@ -330,7 +328,7 @@ def _with_answer(prompt: AnyPrompt, said: Any, whole: bool = False) -> tuple[Any
 
 
 def _is_empty(prompt: AnyPrompt) -> bool:
-    return not any(turn["content"].strip() for turn in to_messages(prompt))
+    return not any(turn["content"].strip() for turn in to_messages(prompt) if turn["role"] != "system")
 
 
 def _number(name: str, value: Any) -> float:

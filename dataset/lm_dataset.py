@@ -9,6 +9,7 @@ an ``InputError`` with file and line. No text is kept. Nothing is ever left-padd
 
 import hashlib
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -42,6 +43,7 @@ from dataset.formats import (
     Record,
     Tools,
     add_system,
+    begun,
     is_pair,
     named,
     replaces_turn,
@@ -58,6 +60,7 @@ from progress_bar import phase
 
 READ_WHOLE = 100_000  # files of up to this many records are read whole at the start: 10 to 20 seconds
 SAMPLE = 1_000  # records of a larger file that are read at the start, evenly spaced
+RENDERED = re.compile(r"\s*(<\|\w+\|>|<start_of_turn>|\[INST\])")  # how texts of chat templates begin
 CHOSEN, REJECTED = 1.0, -1.0  # the scores of a pair's answers in offline PPO (HALOs, arXiv:2402.01306)
 
 Judged = tuple[*tuple[Ids, ...], float]  # token ids of one or two conversations, and a number
@@ -153,12 +156,18 @@ class RecordDataset(Generic[Item], ABC):
         return [(add_system(prompt, self.system_prompt), answer) for prompt, answer in sides], number
 
     def tools(self, record: Record, prompt: AnyPrompt) -> Tools:
-        """The tools of a record as ``fields`` gives it. Raises InputError."""
+        """The tools of a record as ``fields`` gives it; its prompt is noted as well. Raises InputError."""
         found = tools_of(record)
-        if found or any(turn["role"] == "tool" for turn in to_messages(prompt)):
+        turns = to_messages(prompt)
+        if found or any(turn["role"] == "tool" for turn in turns):
             shown = self.shows_tools and is_read(self.tokenizer, "tools")
             lists = "shown as the chat template writes them" if shown else "left out"
             self.noted.add(f"no tool is run; lists of tools are {lists}")
+        if any(RENDERED.match(turn["content"]) for turn in turns):
+            self.noted.add(
+                "turns begin with marks of a chat template, such as <|im_start|> or [INST], which stay text; "
+                "give messages in their place, or the template with --prompt_template"
+            )
         return found
 
     def notes(self) -> list[str]:
@@ -315,7 +324,8 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
         pieces = learned_pieces(tokenizer, prompt, answer, self.tools(found, prompt or ""))
         if prompt and tokenizer.chat_template and self.ends is None:
             roles = [turn["role"] for turn in to_messages(prompt)]
-            self.rewritten += 1 + roles.count("assistant") - len(pieces) // 2
+            said = roles.count("assistant") + (not begun(prompt))  # a beginning and its answer are one
+            self.rewritten += said - len(pieces) // 2
         ids: Ids = []
         mask: Ids = []
         context = ""

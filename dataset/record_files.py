@@ -47,7 +47,7 @@ class LineRecords:
             file.seek(0)  # a pipe cannot do that
         if path.endswith(".gz"):
             file = _temporary(path, gzip.GzipFile(fileobj=file))
-        if table := re.search(r"\.([ct])sv(\.gz)?\Z", path):
+        if table := re.search(r"\.([ct])sv(\.gz)?\Z", path.lower()):
             file = _temporary(path, _rows(file, {"c": ",", "t": "\t"}[table[1]]))
         start = file.read(100).lstrip(BLANK)
         file.seek(0)

@@ -3,8 +3,9 @@
 Policies are loaded in fp32; no model has dropout. A ``.pth`` is a state-dict (``_read_pth``: or a checkpoint
 of MiniMind's, or a LoRA adapter). If a folder of the same stem is beside it (``ppo_actor_512.pth`` and
 ``ppo_actor_512/``, as ``save_policy`` writes them), architecture, generation settings and tokenizer come from
-that folder. If not, the file is taken for a MiniMind, which model_minimind.py recognises. Every mistake that
-a user can make raises ``InputError``. No list of families decides what can be trained: docs/models.md.
+that folder. If not, the file is taken for a MiniMind, which is recognised by its keys and shapes
+(``minimind_config_of``). Every mistake that a user can make raises ``InputError``. No list of families
+decides what can be trained: docs/models.md.
 """
 
 import logging
@@ -37,10 +38,11 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as hf_logging
 
 from errors import InputError
-from model.model_minimind import minimind_config_of, plain_config
+from model.model_minimind import MiniMindConfig, plain_config
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
 MINIMIND_IDS = 6400  # of its tokenizer
+MINIMIND_HEADS = 8  # MiniMind 2 has 8 heads at every size; its state-dict does not show the number
 LORA = (".lora.A.weight", ".lora.B.weight")  # ends of names in MiniMind's adapters
 NUMBER = re.compile(r"\d+")  # of a layer, in a name
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -135,6 +137,37 @@ def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
     if note:
         warnings.warn(f"{path}: {note}", stacklevel=2)
     return model.eval()
+
+
+def minimind_config_of(state: dict[str, Tensor]) -> MiniMindConfig:
+    """The ``MiniMindConfig`` whose model has the keys and shapes of ``state``, a state-dict; everything else
+    has the default of its version: 3 if there are query norms, 2 if not. Any exception means that it is not a
+    MiniMind. Other differences from one are found when the state is loaded into the model.
+    """
+
+    def rows(name: str) -> int:
+        """Of a weight of the first layer."""
+        return len(state[f"model.layers.0.{name}.weight"])
+
+    table = state["model.embed_tokens.weight"]
+    version = 3 if "model.layers.0.self_attn.q_norm.weight" in state else 2
+    use_moe = "model.layers.0.mlp.gate.weight" in state
+    head_dim = rows("self_attn.q_norm") if version == 3 else rows("self_attn.q_proj") // MINIMIND_HEADS
+    shared = sum(name.startswith("model.layers.0.mlp.shared_experts.") for name in state)
+    return MiniMindConfig(
+        minimind_version=version,
+        vocab_size=len(table),
+        hidden_size=len(state["model.norm.weight"]),
+        num_hidden_layers=len(set(re.findall(r"model\.layers\.(\d+)\.", " ".join(state)))),
+        head_dim=head_dim,
+        num_attention_heads=rows("self_attn.q_proj") // head_dim,
+        num_key_value_heads=rows("self_attn.k_proj") // head_dim,
+        intermediate_size=rows("mlp.experts.0.gate_proj" if use_moe else "mlp.gate_proj"),
+        use_moe=use_moe,
+        num_experts=rows("mlp.gate") if use_moe else 4,
+        n_shared_experts=shared // 3,  # each has three matrices
+        tie_word_embeddings=state.get("lm_head.weight", table).equal(table),
+    )
 
 
 def _read_pth(path: Path) -> tuple[dict[str, Tensor], Path, str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from errors import InputError, first_line
-from model.weights import whole
+from model.weights import full_tensor
 
 ROUTER = re.compile(r"router|(^|\.)(gate|shared_expert_gate)(\.|$)")  # names of layers that choose experts
 Model = TypeVar("Model", bound=nn.Module)
@@ -25,8 +25,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def frozen_copy(model: Model, lend: bool = False) -> Model:
     """A copy of a model that does not train. Parameters that ``model`` has frozen are shared, not
-    copied: for a model with adapters, that is everything but the adapters. lend: the matrices among the
-    others have the same memory too, until both models are sharded; neither may train before."""
+    copied: for a model with adapters, that is everything but the adapters. lend: trainable matrices share
+    their memory with the copy too, until both models are sharded. Neither model may train before that."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     if lend:
         shared |= {id(p): nn.Parameter(p.data, False) for p in trained(model) if p.dim() >= 2}
@@ -96,8 +96,9 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if ".lora_" not in name:
             layer = layers.get(name.removesuffix(".base_layer.weight"))
             plain = name.replace(".base_layer.", ".") if layers else name
-            # With --offload_frozen the old actor's adapters wait elsewhere.
-            yield plain, whole(x + layer.get_delta_weight("default").to(x.device) if layer else x)
+            if layer:  # with --offload_frozen the old actor's adapters wait elsewhere
+                x = x + layer.get_delta_weight("default").to(x.device)
+            yield plain, full_tensor(x)
 
 
 def learned(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""MiniMind 2 and 3: recognises a ``.pth`` and its version by its keys (``minimind_config_of``); the models.
+"""MiniMind 2 and 3: the models. loading.py recognises a ``.pth`` of theirs (``minimind_config_of``).
 
 A dense MiniMind 3 is a Qwen3; a dense MiniMind 2 a Llama: a Qwen3 without norms on queries and keys. So
 ``plain_config`` makes these of them. With experts they are of the classes here, which are transformers' Qwen3
@@ -8,7 +8,6 @@ the ``Auto*`` classes as ``small_lm_minimind``; folders of the type ``minimind``
 """
 
 import math
-import re
 from typing import Any
 
 import torch
@@ -190,42 +189,6 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, Qwen3ForCausalLM):
 AutoConfig.register(MiniMindConfig.model_type, MiniMindConfig)
 AutoModel.register(MiniMindConfig, MiniMindModel)
 AutoModelForCausalLM.register(MiniMindConfig, MiniMindForCausalLM)
-
-
-# ---------------------------------------------------------------- a .pth is recognised by its keys and shapes
-
-MINIMIND_HEADS = 8  # MiniMind 2 has 8 heads at every size; its state-dict does not show the number
-
-
-def minimind_config_of(state: dict[str, Tensor]) -> MiniMindConfig:
-    """The ``MiniMindConfig`` whose model has the keys and shapes of ``state``, a state-dict; everything else
-    has the default of its version: 3 if there are query norms, 2 if not. Any exception means that it is not a
-    MiniMind. Other differences from one are found when the state is loaded into the model.
-    """
-
-    def rows(name: str) -> int:
-        """Of a weight of the first layer."""
-        return len(state[f"model.layers.0.{name}.weight"])
-
-    embeddings = state["model.embed_tokens.weight"]
-    version = 3 if "model.layers.0.self_attn.q_norm.weight" in state else 2
-    use_moe = "model.layers.0.mlp.gate.weight" in state
-    head_dim = rows("self_attn.q_norm") if version == 3 else rows("self_attn.q_proj") // MINIMIND_HEADS
-    shared = sum(name.startswith("model.layers.0.mlp.shared_experts.") for name in state)
-    return MiniMindConfig(
-        minimind_version=version,
-        vocab_size=len(embeddings),
-        hidden_size=len(state["model.norm.weight"]),
-        num_hidden_layers=len(set(re.findall(r"model\.layers\.(\d+)\.", " ".join(state)))),
-        head_dim=head_dim,
-        num_attention_heads=rows("self_attn.q_proj") // head_dim,
-        num_key_value_heads=rows("self_attn.k_proj") // head_dim,
-        intermediate_size=rows("mlp.experts.0.gate_proj" if use_moe else "mlp.gate_proj"),
-        use_moe=use_moe,
-        num_experts=rows("mlp.gate") if use_moe else 4,
-        n_shared_experts=shared // 3,  # each has three matrices
-        tie_word_embeddings=state.get("lm_head.weight", embeddings).equal(embeddings),
-    )
 
 
 # ---------------------------------------------------------------- the same models as classes of transformers

@@ -120,6 +120,8 @@ class SaveDtype:
             )
             if math.isinf(norm):
                 why = f"{name} cannot hold these weights"
+            elif math.isnan(norm):
+                why = "no weight has changed"
         return half if fits or self.asked != "auto" else torch.float32, why
 
     def _start(self) -> State:
@@ -151,7 +153,7 @@ def kept_update(state: State, start: State, dtype: torch.dtype) -> tuple[float, 
     learned_square, rounded_square, product = sums.tolist()
     if not (learned_square and rounded_square):
         same = learned_square == rounded_square
-        return float(same), 1.0 if same else (math.inf if rounded_square else 0.0)
+        return float(same), 1.0 if same else (math.nan if rounded_square else 0.0)
     cosine = product / math.sqrt(learned_square * rounded_square)
     return cosine, math.sqrt(rounded_square / learned_square)
 

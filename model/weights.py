@@ -25,8 +25,8 @@ def local_part(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def whole(x: Tensor) -> Tensor:
-    """The whole of a tensor. Of a sharded one all processes must ask for it, in the same order."""
+def full_tensor(x: Tensor) -> Tensor:
+    """All of a tensor. Of a sharded one all processes must ask for it, in the same order."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from model.loading import load_policy
-from trainer import memory_plan, session
+from trainer import session
 from trainer.compute import batching, logprobs
 from trainer.compute.cpu import kernels
 from trainer.inputs import check_device, check_sampling
@@ -86,7 +86,7 @@ def begin():
     torch.sim.get_amp_supported_dtype = list
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied, as on real devices
     batching.NO_FP64 = "sim"
-    for table in (logprobs.CHUNK, logprobs.MAX_KEPT, memory_plan.USABLE):
+    for table in (logprobs.LOGITS_PER_CHUNK, logprobs.MAX_KEPT):
         table["sim"] = table["mps"]
 
 

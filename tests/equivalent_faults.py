@@ -13,10 +13,6 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k).indices, 1.0)",
             "chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k, dim=1).indices, 1.0)",
         ],
-        "a pass has more than one token in any case": [
-            "def score_all(batch: Batch, scorer: Scorer, token_budget: int=1, "
-            "**more: float) -> list[Tensor]:",
-        ],
         "any row will do where there is none left": ["rows = index or [1]"],
     },
     "trainer/train_ppo.py": {
@@ -41,7 +37,7 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         EXACTLY: [
             "return torch.where(differences.abs() <= ROUNDING * size, 0.0, differences)",
             "return (mean, 0.0 if std < ROUNDING * abs(mean) else std)",
-            "if not (informative and 0 < size < LARGEST):",
+            "if not (differ and 0 < size < LARGEST):",
             "if not (total[1] < LARGEST and error[1] <= LARGEST):",
             "if not (total[1] <= LARGEST and error[1] < LARGEST):",
             "far_off = error_std ** 2 >= MISLED * variance or spread ** 2 < SMALL * variance",
@@ -105,16 +101,16 @@ HAND_WRITTEN = {
     "trainer/models.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
     "trainer/run.py": [
         ("{self.held_out.fingerprint} ", "", "tests/test_best.py"),
-        (" {self.judged_by}", "", "tests/test_best.py"),
+        (" {self.eval_reward_hash}", "", "tests/test_best.py"),
     ],
     "trainer/rewards/combine.py": [
         (
-            "answer_text(text) if self.reasoning else None",
-            "answer_text(text)",
+            "for _, text in asked] if self.reasoning else []",
+            "for _, text in asked]",
             "tests/rewards/test_rewards.py",
         ),
-        ("[rows] = scores[count:]", "[rows] = scores[count:].flip(0)", ALONE),
-        ("asked.append((prompt, block))", "asked.append((asked[0][0], block))", ALONE),
+        ("[[*blocks]] = x[count:]", "[[*blocks]] = x[count:].flip(0)", ALONE),
+        ("[(asked[row][0], block)", "[(asked[0][0], block)", ALONE),
     ],
     "trainer/rewards/reward_function.py": [
         ("zip(given, responses, strict=True), 1", "zip(given, responses[::-1], strict=True), 1", ALONE)

@@ -9,24 +9,20 @@ from trainer.rollout import Seconds
 
 def collected(run, step, records):
     """Records -> a batch of responses with their scores."""
-    if run.logged:
-        return train_ppo.take_logged(records, run.world.device)
     return train_ppo.score(run, step, train_ppo.sample(run, step, records), Seconds())
 
 
 def filled(run, step, batch):
     """A batch with scores -> the batch that is learned from, with all its fields."""
     args, models, world = run.args, run.models, run.world
-    batch = train_ppo.evaluate_tokens(
-        args, step, batch, models, run.options, run.progress.token_budget, world
-    )
+    batch = train_ppo.evaluate_tokens(args, step, batch, models, run.options, world)
     for option in run.options:
         option.before_estimate(step, batch)
     train_ppo.reward_tokens(args, batch, run.kl.coef)
-    informative = advantages.is_informative(batch, world.sum)
+    differ = advantages.scores_differ(batch, world.sum)
     if models.critic:
-        run.value_scale.fit(batch, informative, world.sum)
-    train_ppo.estimate(args, batch, informative, run.advantage_scale, world)
+        run.value_scale.fit(batch, differ, world.sum)
+    train_ppo.estimate(args, batch, differ, run.advantage_scale, world)
     return batch
 
 

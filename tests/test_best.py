@@ -29,7 +29,7 @@ from tiny import (
 
 from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
-from trainer.options.best import Best, best_so_far, usual_metric
+from trainer.options.best import Best, restored, usual_metric
 from trainer.run import PpoRun
 from trainer.runs.base import Progress
 from trainer.runs.distributed import World
@@ -236,7 +236,8 @@ def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(
 
 def test_a_damaged_file_of_the_best_is_refused(tmp_path):
     (tmp_path / "best.json").write_text('{"step": 1')
-    refused(r"best\.json: is damaged; delete it", best_so_far, tmp_path, Best(), None)
+    run = SimpleNamespace(folder=tmp_path, world=World(0, 1, torch.device("cpu")))
+    refused(r"best\.json: is damaged; delete it", restored, Best(), run, None)
 
 
 def test_the_best_of_a_resumed_run_is_that_of_the_main_process():
@@ -247,7 +248,8 @@ def test_the_best_of_a_resumed_run_is_that_of_the_main_process():
         def from_main(self, item):
             return best
 
-    run = SimpleNamespace(best=Best(), world=Second(1, 1, torch.device("cpu")), progress=Progress(0, step=3))
+    world = Second(1, 1, torch.device("cpu"))
+    run = SimpleNamespace(best=Best(), world=world, progress=Progress(0, step=3), folder=Path("r"))
     PpoRun.restore_best(run, None)
     assert run.best is best
     assert PpoRun.best_note(run) == "best.pth has those after step 3, the best by eval/score (1.000)"

@@ -1,10 +1,9 @@
-"""chat.py: prompts from flags, pipes and terminals, history, sampling, stop strings."""
+"""chat.py: prompts from flags, pipes and terminals, sampling, stop strings, what is shown."""
 
 import argparse
+import io
 import os
 import pty
-import re
-import select
 import signal
 import subprocess
 
@@ -12,7 +11,7 @@ import pytest
 import tiny
 import torch
 from forks import Forked
-from tiny import LINUX, PYTHON, ROOT, assistant, refused, save_policy_dir, user, word_tokenizer
+from tiny import LINUX, PYTHON, ROOT, refused, save_policy_dir, user, word_tokenizer
 from tiny_tokenizers import TOKENIZERS
 from transformers import LlamaForCausalLM
 
@@ -20,10 +19,9 @@ import chat
 from dataset.chat_template import set_system_prompt
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
-from trainer.endings import Endings, keep_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import StopStrings, response_texts
+from trainer.generation.stops import Endings, StopStrings, keep_endings, response_texts
 
 WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]
 
@@ -65,7 +63,7 @@ def out(tmp_path_factory):
 
 def speaker(path, **flags):
     defaults = vars(chat.parse_args([]))
-    args = argparse.Namespace(**{**defaults, "max_gen_len": 12, "history": 10, **flags})
+    args = argparse.Namespace(**{**defaults, "max_gen_len": 12, **flags})
     return chat.Speaker(str(path), args, torch.device("cpu"))
 
 
@@ -78,22 +76,11 @@ def trainers_answer(path, messages, max_gen_len=12):
     return response_texts(rollout, tokenizer)[0]
 
 
-def converse(one, lines, monkeypatch, interactive=True, seed=42):
-    """Run chat.talk as if these lines were typed; one that is an exception is raised."""
-    lines = iter([*lines, EOFError()])
-
-    def typed(question):
-        line = next(lines)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    monkeypatch.setattr("builtins.input", typed)
-    chat.talk(one, seed, interactive)
-
-
-def asked_of(one):
-    return [turn["content"] for turn in one.history][::2]
+def piped(path, lines, monkeypatch, **flags):
+    """Run chat.py on a file of these lines."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    more = {"max_gen_len": 12, "device": "cpu", **flags}
+    chat.main(["--model", str(path), *(text for name, x in more.items() for text in (f"--{name}", str(x)))])
 
 
 def start(*flags, cwd=ROOT, **more):
@@ -141,7 +128,7 @@ def test_prompts_from_a_pipe_are_answered_each_on_its_own(out):
     long = ("w3 " * 300).strip()
     answers, noise = process.communicate(f"\ufeffw1 w2\n\nw4\n{long}\nw5\n", timeout=600)
     assert process.returncode == 2  # one prompt was too long, and the last one
-    assert noise.splitlines()[-1].startswith("error: prompt and conversation have ")
+    assert noise.splitlines()[-1].startswith("error: the prompt has ")
     one, two = (trainers_answer(path, [user(prompt)], 4) for prompt in ("w1 w2", "w4"))
     assert answers.splitlines() == ["> w1 w2", one, "> ", "> w4", two, f"> {long}"]
 
@@ -157,34 +144,27 @@ def test_no_traceback_for_bad_input_nor_for_a_closed_output(out, tmp_path):
     assert left.returncode == 141 and len(noise.splitlines()) == 1  # it names the model
 
 
-def test_a_conversation_in_a_terminal(tmp_path):
-    path = saved(endless(positions=1_000_000), tmp_path)
+def test_questions_typed_in_a_terminal(tmp_path):
+    path = saved(talker(TOKENIZER), tmp_path)
     master, slave = pty.openpty()
-    process = start("--model", path, "--max_gen_len", 400_000, stdin=slave, stdout=slave, stderr=slave)
+    process = start("--model", path, "--max_gen_len", 4, "--device", "cpu", stdin=slave)
     os.close(slave)
+    for prompt in ("w1 w2", "w4"):
+        os.write(master, f"{prompt}\n".encode())
+        assert process.stdout.readline() == trainers_answer(path, [user(prompt)], 4) + "\n"
+    os.write(master, b"\x04")
+    assert process.wait(300) == 0
+    process.communicate()
+    os.close(master)
 
-    def said_up_to(text):
-        said = b""
-        while not said.endswith(text):
-            assert select.select([master], [], [], 300)[0], said  # seconds
-            said += os.read(master, 1).replace(b"\r", b"")
-        return said
 
-    try:
-        assert b"/clear forgets" in said_up_to(b"> ")
-        os.write(master, b"w1 w2\n")
-        said_up_to(b"w1 w2\n")
-        said_up_to(b" w")  # the answer has begun
-        process.send_signal(signal.SIGINT)
-        assert b"rror" not in said_up_to(b"\n> ")
-        os.write(master, b"/clear\n")
-        said_up_to(b"/clear\n> ")
-        os.write(master, b"\x04")
-        assert process.wait(300) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
+def test_ctrl_c_ends_it(tmp_path):
+    path = saved(endless(positions=1_000_000), tmp_path)
+    process = start("--model", path, "--max_gen_len", 400_000, "--prompt", "w1", "--device", "cpu")
+    assert process.stdout.read(1)  # the answer has begun
+    process.send_signal(signal.SIGINT)
+    _, noise = process.communicate(timeout=300)
+    assert process.returncode == 130 and "Traceback" not in noise
 
 
 BAD = {
@@ -194,7 +174,6 @@ BAD = {
     "--temperature inf": "--temperature inf",
     "--max_gen_len 0": "--max_gen_len 0",
     "--seed -1": "--seed -1",
-    "--history -1": "--history -1",
     "--device nonsense": "--device",
     "--stop=": "--stop ''",
 }
@@ -219,31 +198,14 @@ def test_the_newest_actor_is_loaded(tmp_path):
     assert path("--model", "x") == "x"
 
 
-def test_history_reaches_the_model(out, monkeypatch, capsys):
-    path = out / "ppo_actor_32.pth"
-    one = speaker(path)
-    converse(one, ["w1", "", "w2 w3", "/clear", "w2 w3", "/exit", "w4"], monkeypatch)
-    first = trainers_answer(path, [user("w1")])
-    turns = [user("w1"), assistant(first), user("w2 w3")]
-    second, alone = trainers_answer(path, turns), trainers_answer(path, [user("w2 w3")])
-    assert second != alone
-    assert capsys.readouterr().out == f"{first}\n{second}\n{alone}\n"
-    assert list(one.history) == [user("w2 w3"), assistant(alone)]
-    assert chat.parse_args([]).history == 0
-    for turns, kept in ((0, []), (1, ["w3"]), (2, ["w2", "w3"])):
-        one = speaker(path, history=turns)
-        converse(one, ["w1", "w2", "w3"], monkeypatch)
-        assert asked_of(one) == kept
-
-
-def test_the_system_message_of_training_is_found(tmp_path, monkeypatch, capsys):
+def test_the_system_message_of_training_is_found(tmp_path, capsys):
     """PPO saves it with the tokenizer; --system_prompt replaces it, and '' leaves it out."""
     tokenizer = word_tokenizer(WORDS, chat=True)
     set_system_prompt(tokenizer, "w5 w6")
     path = saved(talker(tokenizer), tmp_path, tokenizer)
     found = set()
     for given, used in ((None, "w5 w6"), ("w7", "w7"), ("", "")):
-        converse(speaker(path, system_prompt=given), ["w1 w2"], monkeypatch)
+        speaker(path, system_prompt=given).answer("w1 w2")
         system = [{"role": "system", "content": used}] if used else []
         answer = trainers_answer(path, [*system, user("w1 w2")])
         assert capsys.readouterr().out.strip() == answer
@@ -251,41 +213,20 @@ def test_the_system_message_of_training_is_found(tmp_path, monkeypatch, capsys):
     assert len(found) == 3
 
 
-def test_without_a_template_there_is_neither_history_nor_a_system_message(tmp_path, monkeypatch, capsys):
+def test_without_a_template_there_is_no_system_message(tmp_path):
     path = save_policy_dir(tmp_path / "plain", word_tokenizer(WORDS), spread=3.0)
     one = speaker(path)
     assert one.encode("w0 w1") == [4, 5]
-    converse(one, ["w1 \udcff", "w1", "w2"], monkeypatch)  # a stray byte, as a shell passes it on
-    assert not one.history and "\nthe tokenizer " in capsys.readouterr().err
+    refused("the tokenizer ", one.answer, "w1 \udcff")  # a stray byte, as a shell passes it on
     refused("--system_prompt: the tokenizer has no chat template", speaker, path, system_prompt="w1")
 
 
-def test_ctrl_c_forgets_the_question_and_goes_on(out, monkeypatch, capsys):
-    one = speaker(out / "ppo_actor_32.pth")
-    generate = one.model.generate
-
-    def interrupted(*inputs, **more):
-        monkeypatch.setattr(one.model, "generate", generate)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(one.model, "generate", interrupted)
-    converse(one, ["w1", KeyboardInterrupt(), "w2"], monkeypatch)
-    assert asked_of(one) == ["w2"]
-    assert capsys.readouterr().err.count("\nstopped\n") == 2
-    with pytest.raises(KeyboardInterrupt):
-        converse(one, [KeyboardInterrupt()], monkeypatch, interactive=False)
-
-
-def test_a_conversation_that_is_too_long_is_one_line_and_an_answer_is_cut(out, monkeypatch, capsys):
+def test_a_prompt_that_is_too_long_is_one_line_and_an_answer_is_cut(out, capsys):
     one = speaker(out / "ppo_actor_32.pth", max_gen_len=500)  # 256 positions
     question = "w1 " * 240
     room = 256 - len(one.encode(question))
     assert 0 < len(one.answer(question).split()) <= room
-    converse(one, [question], monkeypatch)
-    line = r"\nprompt and conversation have \d+ tokens, .* takes 1 to 255; /clear"
-    assert re.search(line, capsys.readouterr().err) and len(one.history) == 2
-    converse(one, ["/clear", question], monkeypatch)
-    assert len(one.history) == 2 and "takes" not in capsys.readouterr().err
+    refused(r"the prompt has 2\d\d tokens, .* takes 1 to 255; shorten it", one.answer, "w1 " * 260)
 
 
 def test_an_answer_ends_where_the_trainers_sampler_ends_it(tmp_path, capsys):
@@ -304,7 +245,6 @@ def test_an_answer_ends_where_the_trainers_sampler_ends_it(tmp_path, capsys):
     shown = said.out.removesuffix("\n")
     assert shown.startswith(answer + stop) and whole.startswith(shown) and "cut after" not in said.err
     assert answer == response_texts(rollout, TOKENIZER, stops)[0] == whole.split(stop)[0] != ""
-    assert one.history[-1]["content"] == answer
 
 
 def test_stop_strings_and_special_tokens_can_be_given(out, tmp_path, capsys):
@@ -316,14 +256,31 @@ def test_stop_strings_and_special_tokens_can_be_given(out, tmp_path, capsys):
         assert one.answer("w1") == whole[: min(whole.find(text) for text in given)]
     assert "cut after" not in capsys.readouterr().err
     one = speaker(path, stop=["</s>"])
-    assert one.stops == [] and one.eos == {0}
-    one.tokenizer.add_tokens(["<|eot|>", "[ANS]"], special_tokens=True)
-    ids = one.tokenizer.get_vocab()
-    one.eos = {ids["<|eot|>"]}  # of the generation config; the tokenizer does not know what it is for
-    assert one.text_of([ids[name] for name in ("w1", "[ANS]", "<|eot|>")]) == ("w1 [ANS]", False)
+    assert (one.endings.stops, one.endings.eos) == (None, [0])
     model = talker(TOKENIZER)
     model.generation_config.stop_strings = "w1 w2"  # a checkpoint may have one text
-    assert speaker(saved(model, tmp_path)).stops == ["w1 w2"]
+    assert speaker(saved(model, tmp_path)).endings.stops.texts == ["w1 w2"]
+
+
+def test_a_special_token_of_the_users_is_shown_and_kept(tmp_path, monkeypatch, capsys):
+    """<|eot|> is an EOS of the generation config; the tokenizer does not know what it is for."""
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    tokenizer.add_tokens(["<|eot|>", "[ANS]"], special_tokens=True)
+    ids = tokenizer.get_vocab()
+    model = talker(tokenizer)
+    model.generation_config.eos_token_id = ids["<|eot|>"]
+    one = speaker(saved(model, tmp_path, tokenizer))
+    said = torch.tensor([ids[name] for name in ("w1", "[ANS]", "w2", "<|eot|>")])
+
+    def generate(prompt, streamer, **more):
+        for part in (prompt, said[:2], said[2:3], said[3:]):
+            streamer.put(part)
+        streamer.end()
+        return torch.cat([prompt, said[None]], 1)
+
+    monkeypatch.setattr(one.model, "generate", generate)
+    assert one.answer("w3") == "w1 [ANS] w2"
+    assert capsys.readouterr().out == "w1 [ANS] w2\n"
 
 
 def test_sampling_is_from_the_whole_distribution(tmp_path, monkeypatch):
@@ -357,6 +314,6 @@ def test_what_is_shown_is_the_text_of_the_answer_and_the_seed_decides(tmp_path, 
         assert capsys.readouterr().out == answer + "\n" and answer.count("\ufffd") > 5
     shown = []
     for seed in (1, 1, 2):
-        converse(one, ["ab"], monkeypatch, seed=seed)
+        piped(model, ["ab"], monkeypatch, seed=seed, temperature=1.0, max_gen_len=100)
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] != shown[2]

@@ -108,7 +108,8 @@ def test_findings_are_on_their_page_and_name_only_what_there_is():
     given = {*train_ppo.flag_parser().flags}
     facts = re.findall(r'^            "(\w+)":', inspect.getsource(PpoRun.facts), re.MULTILINE)
     known = given | {*facts, "start", *re.findall(r'"(\w+)"', inspect.getsource(health))}
-    known |= {"reward/format", "reward/function", "reward/server", *metric_rows(page("metrics"))}
+    known |= {"reward/format", "reward/function", "reward/server", "reward/unscored"}
+    known |= {*metric_rows(page("metrics"))}
     named = set()
     for rule in health.RULES:
         texts = [rule.symptom, *rule.numbers, *rule.causes, rule.remedy]
@@ -189,7 +190,7 @@ def test_the_reward_functions_of_the_page_score_as_it_says(tmp_path):
     assert found["right_lines"](["q"], ["2 + 3 = 5\nso\n1 + 1 = 3"], [None]) == [[(9, 1.0), (21, -1.0)]]
     records = [{"reward_model": {"ground_truth": 5}, "target": "6"}, {"ground_truth": "7"}]
     request = request_of(["q", [user("q")]], ["it is 5", "6" * 80], records=records)
-    request.of_run = {"trainer_state": None}
+    request.run_values = {"trainer_state": None}
     wanted = {"compute_score": [1.0, 0.0], "right_target": [0.0, None], "asked": [1.0, 0.0]}
     for name, scores in wanted.items():
         assert call_reward_function(found[name], request, 0)[0] == scores

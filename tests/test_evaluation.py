@@ -13,7 +13,7 @@ from trainer import evaluation, train_ppo
 from trainer.compute.batch import Batch
 from trainer.evaluation import EVAL_STEP, Evaluation
 from trainer.generation.sampling import noise_keys, uniform
-from trainer.inputs import accuracy_note, load_inputs
+from trainer.inputs import accuracy_note, load_trained_tokenizer, read_prompts
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
 
@@ -169,7 +169,7 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
     records = [{"prompt": " ".join(WORDS[i] for i in (n % 8, n // 8))} for n in range(13)]
     values["eval_data_path"] = write_jsonl(tmp_path / "held_out.jsonl", records)
     args = train_ppo.parse_args(flags(**values))
-    held_out = load_inputs(args).held_out
+    _, held_out = read_prompts(args, load_trained_tokenizer(args))
     ids = {}
     for kind, temperature, samples in (("", 0.7, range(answers)), ("_greedy", 0.0, range(1))):
         asked = [held_out[i] for i in range(len(held_out))]

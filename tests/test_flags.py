@@ -88,6 +88,7 @@ NAMES = {
         load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage""",
     ("SFTConfig", train_sft): """
         model_init_kwargs router_aux_loss_coef chat_template_path dataset_text_field dataset_kwargs
+        dataset_config dataset_streaming ignore_bias_buffers
         dataset_num_proc eos_token max_length truncation_mode shuffle_dataset packing packing_strategy
         padding_free pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss
         activation_offloading pad_token""",

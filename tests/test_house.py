@@ -13,7 +13,7 @@ model
 dataset
 trainer.compute
 trainer.generation trainer.rewards trainer.runs
-trainer.advantages trainer.endings
+trainer.advantages
 trainer.losses trainer.rollout
 trainer.options
 trainer

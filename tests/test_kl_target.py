@@ -9,7 +9,7 @@ from test_invariants import make_run
 
 from trainer.options.kl_target import KlTarget
 from trainer.runs.base import Learner
-from trainer.runs.health import Past, remedy_of
+from trainer.runs.health import History, remedy_of
 
 
 def controller(target=2.0, horizon=40, responses=4, coef=0.1, every=1):
@@ -68,7 +68,7 @@ def test_the_horizon_is_four_batches_and_one_shorter_than_a_batch_counts_as_one(
 def test_remedies_name_the_target_where_there_is_one():
     flags = {"kl_coef": 0.02, "kl_target": 6.0}
     more_kl = "--kl_coef x3"
-    assert remedy_of(more_kl, Past(flags)) == "--kl_target 2"
-    assert remedy_of("--kl_coef 0.05", Past(flags)) == "--kl_coef 0.05"
-    assert remedy_of(more_kl, Past({**flags, "kl_target": 0.0})) == "--kl_coef 0.06"
-    assert remedy_of(more_kl, Past({"kl_coef": 0.0})) == "--kl_coef 0.02"
+    assert remedy_of(more_kl, History(flags)) == "--kl_target 2"
+    assert remedy_of("--kl_coef 0.05", History(flags)) == "--kl_coef 0.05"
+    assert remedy_of(more_kl, History({**flags, "kl_target": 0.0})) == "--kl_coef 0.06"
+    assert remedy_of(more_kl, History({"kl_coef": 0.0})) == "--kl_coef 0.02"

@@ -1,7 +1,6 @@
 """The memory that a run needs: by hand, against a measured run, and what is said where it is too little."""
 
 import re
-from argparse import Namespace
 from functools import cache
 
 import pytest
@@ -13,8 +12,15 @@ from errors import InputError
 from trainer import memory_plan as plans
 from trainer import run as ppo_run
 from trainer import train_ppo
-from trainer.compute.batching import tokens_per_pass
-from trainer.memory_plan import GB, Case, Sizes, check_loading, check_memory, memory_plan
+from trainer.memory_plan import (
+    GB,
+    ModelSizes,
+    PlannedRun,
+    check_loading,
+    check_memory,
+    fitted_plan,
+    memory_plan,
+)
 from trainer.rollout import RolloutEngine
 
 CPU = torch.device("cpu")
@@ -29,7 +35,7 @@ LARGE = ["--model", "x", "--batch_size", "64", "--mini_batch_size", "16", "--max
 LINEAR = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
 TABLE = 10 * 32
 TOTAL = LINEAR + TABLE + 3 * 32
-ROUNDED = 2 * (TOTAL - TABLE) + 4 * TABLE  # bytes of a frozen copy, in bf16 but the embeddings
+FROZEN = 2 * TOTAL  # bytes of a copy that does not train, in bf16
 ADAPTERS = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
 ADAPTED = {"actor": 4 * TOTAL + 4 * ADAPTERS, "critic": 4 * ADAPTERS, "gradients": 4 * ADAPTERS}
 ADAPTED |= {"moments": 8 * 2 * ADAPTERS, "reference": None}
@@ -40,29 +46,30 @@ def case_of(*argv, model=None, start=None, rewards=(), device=CPU, dtype=BF16, s
     model = model or tiny_llama(10)
     more = ["--data_path", "x", "--reward_url", "http://x", "--batch_size", "8", "--max_gen_len", "6"]
     args = train_ppo.parse_args([*more, "--max_seq_len", "10", *argv]).completed(shard=shard)
-    models = {"actor": Sizes(model, dtype)}
+    models = {"actor": ModelSizes(model, dtype)}
     if args.advantage == "gae":
-        models["critic"] = Sizes((start or model).base_model, dtype)
-    return Case(
+        models["critic"] = ModelSizes((start or model).base_model, dtype)
+    return PlannedRun(
         args=args,
         device=device,
         dtype=dtype,
         models=models,
-        rewards=[Sizes(reward, dtype) for reward in rewards],
+        rewards=[ModelSizes(reward, dtype) for reward in rewards],
         responses=args.batch_size,
         width=args.max_seq_len + args.max_gen_len,
         processes=processes,
     )
 
 
-def planned(*argv, budget=0, release_cache=False, **more):
-    case = case_of(*argv, **more)
-    return memory_plan(case, budget or tokens_per_pass(case.device), release_cache)
+def planned(*argv, budget=plans.LEAST_TOKENS, **more):
+    return memory_plan(case_of(*argv, **more), token_budget=budget)
 
 
 def standing(*argv, **more):
-    phases = planned(*argv, release_cache=True, **more).phases
-    return {part: size for part, size in phases["update"].items() if size and part in phases["rollout"]}
+    phases = planned(*argv, **more).phases
+    both = {part: size for part, size in phases["update"].items() if size and part in phases["rollout"]}
+    assert both.pop("KV cache")  # it stays between rollouts
+    return both
 
 
 @cache
@@ -85,14 +92,13 @@ def exact_llama():
 @pytest.mark.parametrize(
     ("argv", "more", "parts"),
     [
-        ("", {}, {"moments": 8 * 2 * TOTAL, "sampler": 2 * (TOTAL + TABLE), "reference": ROUNDED}),
+        ("", {}, {"moments": 8 * 2 * TOTAL, "sampler": 2 * (TOTAL + TABLE), "reference": FROZEN}),
         ("", {"device": GPU}, {"sampler": 2 * TOTAL}),  # a CPU lays out the head once more
         ("--moments_dtype bfloat16", {}, {"moments": 4 * 2 * TOTAL}),
-        ("--update_old_actor_freq 2", {}, {"old actor": ROUNDED}),
-        ("--kl_coef 0 --update_old_actor_freq 2", {}, {"old actor": ROUNDED, "reference": None}),
+        ("--update_old_actor_freq 2", {}, {"old actor": FROZEN}),
+        ("--kl_coef 0 --update_old_actor_freq 2", {}, {"old actor": FROZEN, "reference": None}),
         ("", {"dtype": torch.float32}, {"reference": 4 * TOTAL, "sampler": 4 * (TOTAL + TABLE)}),
-        ("", {"model": exact_llama()}, {"reference": 2 * TOTAL}),
-        ("", {"rewards": [tiny_llama(10)] * 2}, {"reward models": 2 * ROUNDED}),
+        ("", {"rewards": [tiny_llama(10)] * 2}, {"reward models": 2 * 4 * TOTAL}),
         ("", {"rewards": [tiny_llama(10).half()], "dtype": torch.float32}, {"reward models": 2 * TOTAL}),
         ("--advantage reinforce", {}, {"critic": None, "moments": 8 * TOTAL}),
         ("--ema_beta 0.9", {}, {"average": 4 * TOTAL}),
@@ -129,10 +135,10 @@ def test_keys_and_values_and_activations_by_hand():
     case = case_of()
     caches = []
     for case.responses in (8, 20, 1000):
-        caches.append(memory_plan(case, 2048).cache / sequence)
+        caches.append(memory_plan(case).phases["rollout"]["KV cache"] / sequence)
     assert caches == [8, 24, 256]  # in eights, at most 256 at a time
     case.responses = 8
-    assert memory_plan(case, 2048).phases["rollout"]["logits"] == 16 * 8 * 10  # rows of ten words
+    assert memory_plan(case).phases["rollout"]["logits"] == 16 * 8 * 10  # rows of ten words
 
     def activations(*argv):
         args = ["--batch_size", "64", "--mini_batch_size", "64", "--max_gen_len", "200", *argv]
@@ -148,7 +154,6 @@ def test_each_remedy_of_the_message_takes_less(device):
     policy, reward = half_on_meta()
     given = {"model": policy, "start": reward, "rewards": [reward], "device": device}
     plan = planned(*LARGE, **given)
-    assert plan.peak - planned(*LARGE, **given, release_cache=True).peak == plan.cache
     phases = planned(*LARGE, "--offload_frozen", "1", **given).phases
     assert {"reference", "reward models"} <= phases["rollout"].keys() - phases["update"].keys()
     named = dict(re.findall(r"(--\w+) (\w+)", plans.REMEDIES))
@@ -164,7 +169,7 @@ def test_a_reward_model_of_its_own_code_may_have_no_embeddings():
             super().__init__(config)
             self.scale = torch.nn.Linear(3, 5)
 
-    sizes = Sizes(Scorer(T.PretrainedConfig()), BF16)
+    sizes = ModelSizes(Scorer(T.PretrainedConfig()), BF16)
     assert (sizes.all, sizes.table, sizes.bytes) == (20, 0, 80)
 
 
@@ -175,53 +180,51 @@ def checked(monkeypatch, room, *argv, device=GPU):
     return check_memory(case_of(*LARGE, *argv, model=policy, start=reward, rewards=[reward], device=device))
 
 
-def test_micro_batches_follow_from_the_memory(monkeypatch):
-    plans_of = [checked(monkeypatch, room * GB)[0] for room in (400, 40, 35, 30, 24)]
-    budgets = [plan.token_budget for plan in plans_of]
-    assert budgets[0] == 1 << 16
+def test_micro_batches_of_a_sharded_run_follow_from_the_memory():
+    """It cannot halve them when memory runs out; others begin with the same number whatever the memory."""
+
+    def budget(available, device=GPU, **more):
+        policy, reward = half_on_meta()
+        case = case_of(*LARGE, model=policy, start=reward, rewards=[reward], device=device, **more)
+        return fitted_plan(case, available * GB).token_budget
+
+    sharded = {"shard": 1, "processes": 2}
+    budgets = [budget(available, **sharded) for available in (400, *range(25, 9, -1))]
+    assert budgets[0] == 1 << 16 and budgets[-1] == plans.LEAST_TOKENS
     assert budgets == sorted(budgets, reverse=True)
     assert len(set(budgets)) >= 3
-    assert (budgets[-1], plans_of[-1].release_cache) == (plans.SMALL_BUDGET, True)
-    assert checked(monkeypatch, 400 * GB, device=CPU)[0].token_budget == 1 << 11
+    assert {budget(available) for available in (400, 10)} == {plans.LEAST_TOKENS}
+    assert budget(400, device=CPU, **sharded) == 1 << 11
     torch.use_deterministic_algorithms(True)
     try:
-        assert checked(monkeypatch, 400 * GB)[0].token_budget == 1 << 13
+        assert budget(400, **sharded) == 1 << 13
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_keys_and_values_are_released_only_where_memory_is_short(monkeypatch):
+def test_fewer_sequences_are_sampled_together_where_memory_is_short(monkeypatch):
     argv = ["--gradient_checkpointing", "1", "--moments_dtype", "bfloat16", "--batch_size", "256"]
     argv += ["--max_gen_len", "2000", "--mini_batch_size", "4"]  # the rollout takes the most
     plan, _ = checked(monkeypatch, 40 * GB, *argv)
     fewer, note = checked(monkeypatch, 18 * GB, *argv)
-    assert (plan.slots, plan.release_cache, fewer.release_cache) == (256, False, True)
-    assert fewer.slots < 256
-    assert fewer.cache == plan.cache * fewer.slots // 256
+    assert plan.slots == 256 > fewer.slots
+    cache, less = (x.phases["rollout"]["KV cache"] for x in (plan, fewer))
+    assert less == cache * fewer.slots // 256
     assert f" {fewer.slots} sequences sampled at a time" in note
 
 
-def test_processes_plan_with_what_the_one_with_least_memory_has(monkeypatch):
-    monkeypatch.setattr(plans, "free_memory", lambda device: 3 * GB)
-    asked = []
-    in_step = Namespace(least=lambda number: asked.append(number) or 2 * GB)
-    assert "of the 2.0 GB that cpu can give" in check_memory(case_of(), in_step)[1]
-    assert asked == [pytest.approx(0.95 * 3 * GB - plans.LATER, rel=1e-3)] and plans.LATER > 0
-
-
 def test_too_little_memory_is_said_before_anything_is_built(monkeypatch):
-    monkeypatch.setattr(plans, "LATER", 0)
     case = case_of("--model", "x", dtype=torch.float32, rewards=[tiny_llama(10)])
-    least = memory_plan(case, plans.SMALL_BUDGET, release_cache=True)
+    least = memory_plan(case)
     loaded = 2 * 4 * TOTAL  # actor and reward model, which are on the device: they need nothing more
-    monkeypatch.setattr(plans, "free_memory", lambda device: least.peak / 0.95 - loaded - 1)
+    monkeypatch.setattr(plans, "free_memory", lambda device: least.peak / plans.USABLE - loaded - 1)
     with pytest.raises(InputError, match=r"--model x: does not fit: .* cpu can give, (.|\n)*; add --gradie"):
         check_memory(case)
-    monkeypatch.setattr(plans, "free_memory", lambda device: least.peak / 0.95 - loaded + 1)
+    monkeypatch.setattr(plans, "free_memory", lambda device: least.peak / plans.USABLE - loaded + 1)
     assert check_memory(case)[0].peak == least.peak
     monkeypatch.setattr(plans, "free_memory", lambda device: 3 * GB)
-    first = "memory   about 1 MB of the 2.9 GB that cpu can give, with 2048 tokens in a micro-batch and 8 "
-    assert check_memory(case)[1].startswith(f"{first}sequences sampled at a time:\n         actor 0 MB, ")
+    first = "memory   at least 1 MB of the 2.7 GB that cpu can give, with 8 sequences sampled at a time:\n"
+    assert check_memory(case)[1].startswith(f"{first}         actor 0 MB, ")
     refused("--offload_frozen 1: there is no GPU", check_memory, case_of("--offload_frozen", "1"))
 
 
@@ -251,7 +254,7 @@ def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path
 def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_path):
     counted = []
 
-    def noted(case, in_step):
+    def noted(case):
         counted.append((len(case.rewards), case.responses))
         assert case.width < 30  # as long as the prompts are, whatever the limit
         raise InputError("enough")
@@ -266,20 +269,20 @@ def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_releases_keys_and_values_is_the_same(monkeypatch, tmp_path):
-    files = run_files(tmp_path, count=16)
+def test_a_run_that_samples_fewer_sequences_together_is_the_same(monkeypatch, tmp_path):
+    files = run_files(tmp_path, count=40)
     samplers = []
     respond = RolloutEngine.respond
 
     def noted(engine, *more):
         batch = respond(engine, *more)
-        samplers.append((engine.sampler.engine is None, engine.sampler.slots))
+        samplers.append(engine.sampler.slots)
         return batch
 
     monkeypatch.setattr(RolloutEngine, "respond", noted)
-    releasing = lambda case, budget, *_: memory_plan(case, budget, True, slots=2)  # noqa: E731
-    for name in ("kept", "released"):
-        train(**files, **{**TINY, "max_steps": 2}, dtype="float32", out_dir=tmp_path / name, run_name="r")
-        monkeypatch.setattr(plans, "memory_plan", releasing)
-    assert samplers == [(False, 8)] * 2 + [(True, 8)] * 2  # 4 and 2 rounded up: products of as many rows
-    same_run(tmp_path / "kept" / "r", tmp_path / "released" / "r", step=2)
+    sizes = {"batch_size": 20, "mini_batch_size": 20, "max_steps": 2}
+    for name in ("all", "fewer"):
+        train(**files, **{**TINY, **sizes}, dtype="float32", out_dir=tmp_path / name, run_name="r")
+        monkeypatch.setattr(plans, "SLOTS", 8)
+    assert samplers == [24] * 2 + [8] * 2  # in eights: products of as many rows
+    same_run(tmp_path / "all" / "r", tmp_path / "fewer" / "r", step=2)

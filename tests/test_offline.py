@@ -48,7 +48,7 @@ def test_without_an_evaluation_there_is_no_sampler(files):
     run, _ = make_run(files, epochs=9, eval_data_path="")
     assert not hasattr(run, "engine") and run.held_out_pairs is None
     assert not run.reward.names and not run.best.metric
-    assert not any(parts.get("sampler") for parts in run.plan.phases.values()) and not run.plan.cache
+    assert not any(parts.get("sampler") for parts in run.plan.phases.values())
     batch, items = one_batch(run)
     assert batch.texts == [item.response for item in items] and batch.prompts == items
     metrics, _ = take_step(run, 0, items)

@@ -513,8 +513,8 @@ def test_a_response_without_a_score_is_as_good_as_not_there():
         assert rewards.isfinite().all()
         found, rollout.returns = adv.gae(rewards, rollout.values, mask, 1.0, 0.9)
         found, std = adv.centred(found, mask, alone)
-        informative = adv.is_informative(rollout, alone)
-        adv.AdvantageScale().whiten(rollout, found, std, informative)
+        differ = adv.scores_differ(rollout, alone)
+        adv.AdvantageScale().whiten(rollout, found, std, differ)
         scales = rollout.advantage_std, rollout.advantage_unit
         loss, metrics = losses.policy_loss(now, rollout, *CLIP)
         value, _ = losses.value_loss(now, rollout.values, rollout.returns, mask, 0.2, 1.0)

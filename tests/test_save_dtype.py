@@ -32,7 +32,7 @@ def test_what_is_kept_of_an_update_by_hand():
     assert kept_update({"w": torch.tensor([1 + STEP / 4, 1.0])}, start, FP16) == (0.0, 0.0)  # all is lost
     assert kept_update({"w": torch.ones(2)}, start, FP16) == (1.0, 1.0)
     inexact = {"w": torch.tensor([1 + STEP / 4, 1.0])}  # nothing was learned, and rounding changes it
-    assert kept_update(inexact, inexact, FP16) == (0.0, math.inf)
+    assert math.isnan(kept_update(inexact, inexact, FP16)[1])
     assert kept_update({"w": torch.tensor([7e4, 1.0])}, start, FP16)[1] == math.inf
 
 
@@ -83,6 +83,7 @@ CASES = {  # (asked, learned, start, now): (dtype, what is said of it)
     ("auto", (1 + STEP, 2.0), ONES, (1.0, 1.5)): (FP32, "what float16 loses is unknown"),
     ("float16", (1 + STEP, 2.0), ONES, None): (FP16, "what float16 loses is unknown"),
     ("auto", (1 + STEP, 7e4), ONES, ONES): (FP32, "float16 cannot hold these weights"),
+    ("auto", NEAR, NEAR, NEAR): (FP32, "no weight has changed"),
     # A start that its config.json calls fp16, and that is not.
     ("auto", (1 + STEP, 3.0), (1 + STEP / 4, 1.0), (1 + STEP / 4, 1.0)): (FP16, "cosine 1.0000"),
     # The direction is right and the length is not: 7/4 of a step become 2 in each.

@@ -25,7 +25,7 @@ from model.saving import save_policy
 from trainer import train_ppo, train_reward, train_sft
 from trainer.compute import precision
 from trainer.compute.batching import pad_right
-from trainer.inputs import load_inputs
+from trainer.inputs import load_actor, load_trained_tokenizer, read_prompts
 from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.distributed import World
 
@@ -218,10 +218,11 @@ def test_sft_learns_and_ppo_starts_from_it(files, whole):
     plain = AutoModelForCausalLM.from_pretrained(out / "full_sft_32", dtype=torch.float32)
     more = {"hidden_size": 32, "reasoning": 0, "out_dir": out, "data_path": files["sft"]}
     args = train_ppo.parse_args(tiny.flags(**more, reward_fn="judge.py:score"))
-    inputs = load_inputs(args)
-    tokens = torch.tensor([inputs.prompts[0].prompt_ids])
-    assert torch.equal(inputs.actor(tokens).logits, plain(tokens).logits)
-    assert AutoTokenizer.from_pretrained(out / "full_sft_32").get_vocab() == inputs.tokenizer.get_vocab()
+    tokenizer = load_trained_tokenizer(args)
+    prompts, _ = read_prompts(args, tokenizer)
+    tokens = torch.tensor([prompts[0].prompt_ids])
+    assert torch.equal(load_actor(args, tokenizer)(tokens).logits, plain(tokens).logits)
+    assert AutoTokenizer.from_pretrained(out / "full_sft_32").get_vocab() == tokenizer.get_vocab()
 
 
 def test_a_model_from_nothing(files, tmp_path):

@@ -147,7 +147,7 @@ def test_threads_are_watched_before_anything_is_built(monkeypatch):
         raise InputError("enough")
 
     monkeypatch.setattr(session, "sleep_when_busy", watch)
-    tiny.refused("enough", session.Session(build, Namespace(device="cpu", ddp=False)).__enter__)
+    tiny.refused("enough", session.open_session(build, Namespace(device="cpu", ddp=False)).__enter__)
     assert order == ["cpu", "build"]
 
 

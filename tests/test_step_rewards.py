@@ -75,7 +75,7 @@ def test_from_what_a_function_returns_to_rewards_of_tokens():
     assert texts == ["a b a", "c d", "a a a"]
     given = [[(0, 1.0), (2, 0.25), (1, 0.5), (5, 1.5), (None, 0.5)], 3, []]
     reward = Reward(functions={"function": (lambda *_: given, 1.0)}, reasoning=False, missing_eos_penalty=0.5)
-    raw = reward.raw_scores(request_of(["p"] * 3, texts, finished=rollout.finished.tolist()))
+    raw = reward.score_parts(request_of(["p"] * 3, texts, finished=rollout.finished.tolist()))
     scores = reward.combine(raw)
     assert scores["function"].tolist() == [3.75, 3.0, 0.0]
     assert scores["score"].tolist() == [3.75, 2.5, -0.5]

@@ -20,8 +20,8 @@ from errors import InputError
 from model.loading import load_tokenizer
 from trainer import train_ppo, train_reward, train_sft
 from trainer.generation.engine import Sampler
-from trainer.inputs import choose_reasoning, load_trained_tokenizer, read_texts
-from trainer.rewards.combine import Judge, Reward
+from trainer.inputs import choose_reasoning, load_trained_tokenizer, read_prompts
+from trainer.rewards.combine import EvalReward, Reward
 from trainer.rewards.rules import thinking_reward
 
 TURNS = (
@@ -201,7 +201,7 @@ def test_a_thought_by_hand(response, points, said):
     parts = Reward(models, functions, reasoning=False, thinking_reward=1.0)(asked)
     assert parts["thinking"].tolist() == parts["score"].tolist() == [points]
     assert seen == [said, response]  # a function gets the whole response
-    Judge(models, functions).raw_scores(asked)
+    EvalReward(models, functions).score_parts(asked)
     assert seen[2:] == [said, response]
 
 
@@ -210,7 +210,7 @@ def test_the_format_of_2025_is_judged_as_a_whole():
     model = {"model": (lambda pairs: seen.extend(pairs) or torch.zeros(len(pairs)), 1.0)}
     response = "<think>\na\n</think>\n<answer>\nb\n</answer>"
     Reward(model, reasoning=True)(tiny.request_of(["p"], [response]))
-    Judge(model, whole=True).raw_scores(tiny.request_of(["p"], [response]))
+    EvalReward(model, with_thoughts=True).score_parts(tiny.request_of(["p"], [response]))
     assert seen == [("p", response), ("p", "b"), ("p", response)]
 
 
@@ -265,7 +265,8 @@ def test_nothing_is_sampled_to_choose_the_format(tmp_path):
     data = tiny.write_jsonl(tmp_path / "data.jsonl", [{"prompt": "a"}] * 4)
     args = train_ppo.parse_args(tiny.flags(model=demo, reward_url="http://x", data_path=data))
     with mock.patch.object(Sampler, "sample", side_effect=AssertionError):
-        read_texts(args, load_trained_tokenizer(args))
+        prompts, _ = read_prompts(args, load_trained_tokenizer(args))
+        choose_reasoning(args, prompts)
     assert args.reasoning == 0
     assert train_ppo.parse_args([]).reasoning == 1
 

@@ -9,7 +9,7 @@ from test_invariants import first, make_run
 from tiny import tiny_llama, values_of
 
 from model.critic import CriticModel
-from trainer.advantages import AdvantageScale, ValueScale, group_spread, is_informative
+from trainer.advantages import AdvantageScale, ValueScale, group_spread, scores_differ
 from trainer.compute.batch import length_mask
 
 STEPS = 8
@@ -39,9 +39,9 @@ def alone(total):
     return total
 
 
-def update(scale, *batches, informative=True):
+def update(scale, *batches, differ=True):
     for batch in batches:
-        scale.fit(batch, informative, alone)
+        scale.fit(batch, differ, alone)
 
 
 def test_another_scale_changes_no_value_and_a_line_maps_all_values():
@@ -112,7 +112,7 @@ SMALL = [1e-3] * 10
 def test_how_the_scale_follows_the_batches(stds, variance):
     scale = ValueScale(make_critic())
     update(scale, *[Rows([[0.3, 0.3 + 2 * std, 0.3 + 2 * std], [0.3, 0.0, 0.0]]) for std in stds])
-    update(scale, Rows(RETURNS), informative=False)  # what only the KL makes different
+    update(scale, Rows(RETURNS), differ=False)  # what only the KL makes different
     assert scale.critic.scale == pytest.approx(variance**0.5, rel=1e-3)
     restored = ValueScale(make_critic())
     restored.load_state_dict(scale.state_dict())
@@ -200,13 +200,13 @@ def test_answers_that_differ_by_their_kl_only_are_no_lesson():
 
 def test_a_batch_is_informative_where_scores_or_the_rewards_of_tokens_differ():
     batch = Rows(RETURNS)
-    assert is_informative(batch, alone)
+    assert scores_differ(batch, alone)
     batch.scores = torch.tensor([1.0, 1.0])
-    assert not is_informative(batch, alone)
-    assert is_informative(batch, lambda total: total + torch.tensor([3.0, 9.0, 1.0]))  # another process has 3
+    assert not scores_differ(batch, alone)
+    assert scores_differ(batch, lambda total: total + torch.tensor([3.0, 9.0, 1.0]))  # another process has 3
     for rewards, found in (([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]], True), ([[0.0] * 3, [0.0, 9.0, 9.0]], False)):
         batch.step_rewards = torch.tensor(rewards)
-        assert is_informative(batch, alone) == found
+        assert scores_differ(batch, alone) == found
 
 
 @pytest.mark.parametrize(

@@ -615,7 +615,7 @@ def distance(model, other):
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypatch):
     # Several micro-batches, of other widths than the batch
-    monkeypatch.setattr(scoring, "tokens_per_pass", lambda device: 64)
+    monkeypatch.setattr(scoring, "tokens_per_forward", lambda device: 64)
     if case not in (SPARING, SINGLE):
         monkeypatch.setattr(Models, "sampler_has_scored", lambda models, step: False)
     run, prompts, plain = start(files, **CASES[case])

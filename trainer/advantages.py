@@ -217,7 +217,7 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_p
     return 1 - (error_std / return_std) ** 2 if return_std else math.nan
 
 
-def is_informative(batch: Batch, sum_over_processes: Sum) -> bool:
+def scores_differ(batch: Batch, sum_over_processes: Sum) -> bool:
     """Do the batch's scores differ, or the rewards within its responses? If not, nothing can be learned."""
     found = [moments(batch.scores, ~batch.scores.isnan())]
     if batch.step_rewards is not None:
@@ -258,19 +258,19 @@ class AdvantageScale(RunningScale):
     """
 
     def whiten(
-        self, batch: Batch, advantages: Tensor, size: float, informative: bool, divided: bool = False
+        self, batch: Batch, advantages: Tensor, size: float, differ: bool, divided: bool = False
     ) -> None:
         """Fill the batch's advantages: ``advantages`` [B, R], less their mean already, divided by the unit, 0
         on padding. size: their standard deviation; divided: each was divided by the standard deviation of its
         group (GRPO), so the unit is only that of KL and entropy."""
         batch.advantage_std = size
-        batch.advantage_unit = self.unit(size, informative)
+        batch.advantage_unit = self.unit(size, differ)
         divisor = 1.0 if divided else batch.advantage_unit
         batch.advantages = torch.where(batch.action_mask, advantages / divisor, 0.0)
 
-    def unit(self, size: float, informative: bool) -> float:
-        """size: of the batch's advantages, before they are divided; informative: ``is_informative``."""
-        if not (informative and 0 < size <= LARGEST):
+    def unit(self, size: float, differ: bool) -> float:
+        """size: of the batch's advantages, before they are divided; differ: ``scores_differ``."""
+        if not (differ and 0 < size <= LARGEST):
             return max(size, self.std or 1.0)
         unit = max(size, LEAST_SHARE * self.std)
         self.follow(size**2)
@@ -284,7 +284,7 @@ class ValueScale(RunningScale):
     def __init__(self, critic: CriticModel):
         self.critic = critic
 
-    def fit(self, batch: Batch, informative: bool, sum_over_processes: Sum) -> None:
+    def fit(self, batch: Batch, differ: bool, sum_over_processes: Sum) -> None:
         """Change the critic by the Monte-Carlo returns of a batch, before the batch is learned from. The
         first batch sets the mean of the critic's values, and their slope where it is far off;
         ``batch.values`` then are the new ones. Later batches change the scale alone, and no value."""
@@ -305,7 +305,7 @@ class ValueScale(RunningScale):
                 slope, intercept = regression(values, batch.mc_returns, mask, sum_over_processes)
             self.critic.map_values(slope, intercept)
             batch.values = torch.where(mask, slope * values + intercept, 0.0)
-        if variance and informative:
+        if variance and differ:
             self.follow(variance)
             self.critic.rescale(self.std)
 

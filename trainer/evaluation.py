@@ -38,7 +38,7 @@ SHOWN = 8  # held-out prompts whose answers are kept
 
 @dataclass
 class Evaluation:
-    """What an evaluation is made of. ``rewards``: that of training, and the judge; ``raw_scores``: asks one
+    """What an evaluation is made of. ``rewards``: of training and of evaluation; ``score_parts``: asks one
     of them about a batch."""
 
     args: Namespace
@@ -48,7 +48,7 @@ class Evaluation:
     models: Models
     engine: RolloutEngine
     rewards: tuple[Reward, ...]
-    raw_scores: Callable[[Reward, Batch], RawScores]
+    score_parts: Callable[[Reward, Batch], RawScores]
     ema: Ema
 
     def __call__(self) -> StepLog:
@@ -126,7 +126,7 @@ class Evaluation:
             batch = self.engine.respond(prompts, keys, temperature)
         for reward in self.rewards:
             with self.world.all_or_none():
-                batch.parts |= reward.combine(self.raw_scores(reward, batch))
+                batch.parts |= reward.combine(self.score_parts(reward, batch))
         return batch
 
     @torch.no_grad()

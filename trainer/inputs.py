@@ -10,7 +10,7 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +62,6 @@ from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.memory_plan import check_loading
-from trainer.options.offline import load_logged
 from trainer.rewards.combine import named_as_evaluation
 from trainer.rewards.reward_models import check_reward_model
 
@@ -422,17 +421,11 @@ def check_files(args: Flags) -> None:
                 read(named(records[0], names))
 
 
-class Texts(NamedTuple):
-    """What a PPO run is made of as far as it needs no model."""
-
-    tokenizer: PreTrainedTokenizerBase
-    prompts: RLAIFDataset | None  # None with logged answers: the model says how they end
-    held_out: RLAIFDataset | None
-    notes: list[str | None]  # lines that say what was chosen
-
-
-def read_texts(args: Flags, tokenizer: PreTrainedTokenizerBase) -> Texts:
-    """Read the prompts. Raises InputError for a wrong file or record, or a template that refuses one."""
+def read_prompts(
+    args: Flags, tokenizer: PreTrainedTokenizerBase
+) -> tuple[RLAIFDataset | None, RLAIFDataset | None]:
+    """-> (the prompts of --data_path, those of an evaluation), None for a flag that is not given. Raises
+    InputError for a wrong file or record, or a template that refuses one."""
     thinking = load_thinking(tokenizer, args.thinking_ratio, args.seed)
 
     def read(path: str) -> RLAIFDataset | None:
@@ -440,30 +433,11 @@ def read_texts(args: Flags, tokenizer: PreTrainedTokenizerBase) -> Texts:
             return None
         return RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, Keys.of(args), thinking)
 
-    prompts = read(args.data_path)
-    held_out = read(args.eval_data_path)
-    return Texts(tokenizer, prompts, held_out, [choose_reasoning(args, prompts)] if prompts else [])
+    return read(args.data_path), read(args.eval_data_path)
 
 
-class Inputs(NamedTuple):
-    """What a PPO run is made of, all checked against each other."""
-
-    actor: PreTrainedModel  # the policy, fp32 on the CPU
-    tokenizer: PreTrainedTokenizerBase
-    prompts: Prompts
-    held_out: RLAIFDataset | None  # the prompts of an evaluation
-    # What the sampler must have room for: the most prompts that a process samples at once, the longest prompt
-    # plus response, the longest response.
-    room: tuple[int, int, int]
-    notes: list[str | None]  # lines that say what was chosen
-
-
-def load_inputs(args: Flags, texts: Texts | None = None) -> Inputs:
-    """Load the policy and check that all inputs fit, by which flags that are open are chosen. Raises
-    InputError. texts: those that were read already."""
-    if texts is None:
-        texts = read_texts(args, load_trained_tokenizer(args))
-    tokenizer, prompts, held_out, notes = texts
+def load_actor(args: Flags, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The policy, fp32 on the CPU. Raises InputError if it cannot be trained here as the flags ask."""
     check_loading(args.model)
     actor = load_policy(args.model, args.trust_remote_code)
     if args.shard and is_from_outside(actor):
@@ -477,23 +451,22 @@ def load_inputs(args: Flags, texts: Texts | None = None) -> Inputs:
         )
     check_policy(args, actor, tokenizer)
     check_sampling(actor, trial_device(args))
-    data: Prompts
-    if prompts:
-        data = prompts
-    else:
-        data = load_logged(LoggedAnswers, args.offline_data_path, args, tokenizer, actor)
-        notes = [choose_reasoning(args, data)]
-    longest = args.max_gen_len + max(data.longest for data in (data, held_out) if data)
+    return actor
+
+
+def sampling_room(
+    args: Flags, actor: PreTrainedModel, data: Prompts, held_out: RLAIFDataset | None
+) -> tuple[int, int, int]:
+    """What the sampler must have room for -> (the most prompts that a process samples at once, the longest
+    prompt plus response, the longest response). Raises InputError for more positions than the actor has."""
+    longest = args.max_gen_len + max(x.longest for x in (data, held_out) if x)
     limit = most_positions(actor.config)
     if longest > limit:
         raise InputError(
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest - args.max_gen_len} tokens it "
             f"exceeds the {limit} positions of {args.model}; lower it or --max_seq_len"
         )
-    answers = args.num_generations
-    rows = max(
-        0 if args.offline_data_path else args.batch_size,
-        min(max(EVAL_BATCH, answers), len(held_out or ()) * answers),
-    )
-    room = rows, longest, args.max_gen_len
-    return Inputs(actor, tokenizer, data, held_out, room, [*notes, accuracy_note(held_out)])
+    group_size = args.num_generations
+    evaluated = min(max(EVAL_BATCH, group_size), len(held_out or ()) * group_size)
+    sampled = 0 if args.offline_data_path else args.batch_size
+    return max(sampled, evaluated), longest, args.max_gen_len

@@ -24,10 +24,10 @@ from model.loading import embeddings
 from model.lora import add_adapters, frozen_copy, trained
 from model.weights import sharded_and_whole
 from trainer.compute.memory import HostMemory, free_unused_memory
-from trainer.compute.precision import keep_exact, round_frozen
+from trainer.compute.precision import halve_exact, round_frozen
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
-from trainer.compute.sharding import InStep, shard
-from trainer.endings import Endings
+from trainer.compute.sharding import ShardGroup, shard
+from trainer.generation.stops import Endings
 from trainer.rewards.reward_models import ClassifierRewardModel, RewardModel, RewardModels
 from trainer.runs.base import Learner
 from trainer.runs.optimizer_step import make_optimizer
@@ -52,31 +52,31 @@ class Models:
         rewards: list[RewardModel],
         endings: Endings,
         total_steps: int,
-        updates_per_batch: int,
-        in_step: InStep | None,
+        shard_group: ShardGroup | None,
         shards_rewards: bool,
     ) -> None:
         """device, dtype: of mixed precision; critic_start: of the function of this name, None without a
-        critic; rewards: all reward models; total_steps: of the run; updates_per_batch: optimizer steps of
-        each model; in_step, shards_rewards: of --shard 1."""
+        critic; rewards: all reward models; total_steps: of the run; shard_group, shards_rewards: of --shard
+        1."""
         self.args = args
         self.device = device
         self.dtype = dtype
         self.actor = actor
-        self.updates_per_batch = updates_per_batch
+        # Optimizer steps of each model.
+        self.updates_per_batch = updates = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
         # Whether anything is learned from the reference's log-probs. Else they are not computed.
         self.uses_reference = args.kl_coef > 0 or bool(args.offline_data_path)
         self.host = HostMemory(device)  # where frozen models wait with --offload_frozen 1
-        self._copy_actor(critic_start, shared=in_step is not None)
+        self._copy_actor(critic_start, shared=shard_group is not None)
         self._make_scorers(endings)
         self._settle_frozen([model.model for model in rewards])
-        if in_step:
-            self._shard(in_step, rewards if shards_rewards else [])
+        if shard_group:
+            self._shard(shard_group, rewards if shards_rewards else [])
         learner = partial(
             self._learner,
-            total_steps=total_steps * updates_per_batch,
-            per_batch=updates_per_batch,
-            warmup_steps=args.lr_warmup_steps * updates_per_batch,
+            total_steps=total_steps * updates,
+            per_batch=updates,
+            warmup_steps=args.lr_warmup_steps * updates,
             schedule=args.lr_schedule,
         )
         self.learners: dict[str, Learner] = {}
@@ -129,22 +129,22 @@ class Models:
                 exact = [*training, *frozen]
             else:
                 round_frozen(frozen, self.dtype)
-            keep_exact(exact, self.dtype)
+            halve_exact(exact, self.dtype)
         free_unused_memory()  # the gaps that weights of other types have left
         if args.offload_frozen:
             self.host.take(frozen, training)
 
-    def _shard(self, in_step: InStep, rewards: list[RewardModel]) -> None:
+    def _shard(self, shard_group: ShardGroup, rewards: list[RewardModel]) -> None:
         """--shard 1: each process keeps a part of actor, critic, old actor, reference and these reward
         models, which are whole in main memory until now (compute/sharding.py). The sampler has no part: it
         gathers the old actor before a rollout."""
         scorers = [self.actor_scorer, self.old_actor_scorer, self.reference_scorer, self.value_scorer]
         for scorer in dict.fromkeys(filter(None, scorers)):  # the old actor's may be the actor's
-            shard(scorer, in_step, self.dtype)
-            scorer.in_step = in_step
+            shard(scorer, shard_group, self.dtype)
+            scorer.shard_group = shard_group
         for reward in rewards:
-            shard(reward.root, in_step, self.dtype, reward.model)
-            reward.in_step = in_step
+            shard(reward.root, shard_group, self.dtype, reward.model)
+            reward.shard_group = shard_group
 
     def _learner(self, model: nn.Module, peak: float, **schedule: int | str) -> Learner:
         """AdamW for what trains of a model, without weight decay. Sharded parameters are their own group."""

@@ -264,6 +264,9 @@ sync_ref_model ref_model_mixup_alpha ref_model_sync_steps: the reference is alwa
 max_tool_calling_iterations: tools are not run, a response is one turn
 max_total_len: set --max_seq_len for the prompt and --max_gen_len for the response, which is one turn
 # TRL: all stages
+dataset_config: download that part of the data set and name its files in --data_path
+dataset_streaming: not needed, a file is never held in memory
+ignore_bias_buffers: not needed, gradients are summed without DDP
 dataset_text_field dataset_kwargs dataset_num_proc: records are read by their form, or by --prompt_key and
     --answer_key
 eos_token pad_token: the tokenizer's own is taken; another one stands in its tokenizer_config.json

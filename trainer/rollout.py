@@ -20,10 +20,9 @@ from dataset.lm_dataset import Prompt
 from trainer.compute.batch import Batch
 from trainer.compute.batching import send
 from trainer.compute.memory import free_unused_memory
-from trainer.endings import Endings
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import decode, response_texts
+from trainer.generation.stops import Endings, decode, response_texts
 
 
 class Seconds(dict[str, float]):
@@ -60,7 +59,6 @@ class RolloutEngine:
     endings: Endings  # what ends a response
     args: Namespace  # max_gen_len and min_gen_len
     sharded: bool  # --shard 1: a whole copy of the weights is in memory only while it samples
-    release_cache: bool  # memory is short in the phases after sampling
 
     @contextmanager
     def weights_of(self, model: PreTrainedModel) -> Iterator[None]:
@@ -87,8 +85,6 @@ class RolloutEngine:
             stops=self.endings.stops,
             never=self.endings.forbidden.never,
         )
-        if self.release_cache:
-            self.sampler.release()
         batch.prompts = prompts
         batch.texts = response_texts(batch, self.tokenizer, self.endings.stops)
         return batch

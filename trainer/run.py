@@ -4,7 +4,7 @@ train_ppo.py trains it. The models, and why the reference never changes: models.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import learned_pieces
 from dataset.data_order import local_positions
-from dataset.lm_dataset import LoggedPairs, RLAIFDataset
+from dataset.lm_dataset import LoggedAnswers, LoggedPairs, RLAIFDataset
 from errors import InputError
 from model.loading import embeddings, is_moe, load_policy
 from model.lora import describe as describe_adapters
@@ -25,37 +25,41 @@ from model.weights import short_hash
 from progress_bar import Start
 from trainer.advantages import AdvantageScale, ValueScale
 from trainer.compute.batch import Batch, RawScores
+from trainer.compute.batching import tokens_per_forward
 from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
-from trainer.compute.sharding import InStep
-from trainer.endings import keep_endings, load_endings
+from trainer.compute.sharding import ShardGroup
 from trainer.evaluation import Evaluation
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
+from trainer.generation.stops import keep_endings, load_endings
 from trainer.inputs import (
     Prompts,
+    accuracy_note,
     check_files,
     choose_rates,
+    choose_reasoning,
     choose_warmup,
     describe_texts,
-    load_inputs,
+    load_actor,
     load_trained_tokenizer,
-    read_texts,
+    read_prompts,
+    sampling_room,
 )
-from trainer.memory_plan import Case, Sizes, check_memory
+from trainer.memory_plan import ModelSizes, PlannedRun, check_memory
 from trainer.models import Models, critic_start
-from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_best
+from trainer.options.best import WEIGHTS, Best, first_best, restored
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
 from trainer.options.missing_eos import choose_penalty
-from trainer.options.offline import held_out_pairs
+from trainer.options.offline import held_out_pairs, load_logged
 from trainer.options.option import Option
 from trainer.options.ptx import Ptx, load_demonstrations
 from trainer.options.replay import Replay
 from trainer.rewards.combine import (
     Reward,
     load_models,
-    make_judge,
+    make_eval_reward,
     make_reward,
     modules_of,
     named_as_evaluation,
@@ -68,14 +72,13 @@ from trainer.rewards.reward_function import (
     code_hash,
     fields_read,
     load_reward_functions,
-    names_of_run,
+    run_values,
     try_reward_functions,
-    values_of_run,
 )
 from trainer.rewards.reward_models import models_hash
 from trainer.rollout import RolloutEngine, with_sampled_space
 from trainer.runs import displays
-from trainer.runs.base import Progress, Run
+from trainer.runs.base import Progress, Run, Say
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import Updater
@@ -94,7 +97,6 @@ class PpoRun(Run):
     args: Flags
     held_out: RLAIFDataset | None
     held_out_pairs: LoggedPairs | None
-    logged: bool  # --offline_data_path: logged answers in the place of samples
     engine: RolloutEngine  # but not where nothing is sampled
     value_scale: ValueScale  # with a critic
     _reward_hash = ""
@@ -102,25 +104,32 @@ class PpoRun(Run):
     def __init__(self, args: Flags, world: World, start: Start | None = None):
         """Flags -> the run, with all inputs checked. Raises InputError."""
         self.world = world
-        self.args = args = args.completed()
-        self.logged = bool(args.offline_data_path)
+        self.args = args.completed()
         start = start or Start()
         start.part("checks")
         with world.all_or_none():  # what needs no model, before anything that takes long
             functions = self._load_functions()
-            check_files(args)
-            self.tokenizer = load_trained_tokenizer(args)
+            check_files(self.args)
+            self.tokenizer = load_trained_tokenizer(self.args)
             if world.is_main:
                 check_resume(self)
             start.part("data")
-            texts = read_texts(args, self.tokenizer)
-            self.held_out = texts.held_out
-            if texts.prompts:
-                self._use_data(texts.prompts, *functions)
+            prompts, self.held_out = read_prompts(self.args, self.tokenizer)
+            if prompts:
+                self._use_data(prompts, *functions)
         start.part("models")
-        actor, _, data, _, room, notes = load_inputs(args, texts)
-        if not texts.prompts:
-            self._use_data(data, *functions)
+        actor = load_actor(self.args, self.tokenizer)
+        if not prompts:  # how logged answers end, the model says
+            path = self.args.offline_data_path
+            self._use_data(load_logged(LoggedAnswers, path, self.args, self.tokenizer, actor), *functions)
+        self._place_results(actor)
+        self._load_rewards(actor)
+        self._build(actor, critic=self._choose_start(actor))
+        self._build_options()
+
+    def _place_results(self, actor: PreTrainedModel) -> None:
+        """Where the result will be, and in which dtype."""
+        args = self.args
         read = partial(load_policy, args.model, args.trust_remote_code)
         self.save_dtype = SaveDtype(args.save_dtype, f"--model {args.model}", read, actor)
         self.result_path = minimind_pth(args.out_dir, "ppo_actor", actor.config.hidden_size, is_moe(actor))
@@ -129,78 +138,98 @@ class PpoRun(Run):
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
+
+    def _load_rewards(self, actor: PreTrainedModel) -> None:
+        """Load the reward models, and move the actor to the device."""
+        args = self.args
+        world = self.world
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)  # also of sampling
         # A single process has nobody to share with.
-        self.in_step = InStep(world) if args.shard and world.size > 1 else None
+        self.shard_group = ShardGroup(world) if args.shard and world.size > 1 else None
         free_unused_memory()  # the copies with which the policy was checked
         # Not with --filter_groups, where processes call reward models unequally often and would wait for each
         # other; nor code from outside: it may use weights otherwise.
-        shards_rewards = self.in_step is not None and not (args.filter_groups or args.trust_remote_code)
+        self.shards_rewards = self.shard_group is not None and not (
+            args.filter_groups or args.trust_remote_code
+        )
         # Until they are sharded, reward models are in main memory: a whole one need not fit on a GPU.
-        place = torch.device("cpu") if shards_rewards else world.device
-        load_models(self.judge, args, place, self.dtype)
-        self.judged_by = code_hash(args.eval_reward_fn) + models_hash(self.judge.models)
+        place = torch.device("cpu") if self.shards_rewards else world.device
+        load_models(self.eval_reward, args, place, self.dtype)
+        self.eval_reward_hash = code_hash(args.eval_reward_fn) + models_hash(self.eval_reward.models)
         load_models(self.reward, args, place, self.dtype)
         if world.is_main and self.reward.models:
             self._reward_hash = models_hash(self.reward.models)  # before the models are rounded
         self._parameters = actor.num_parameters()
         self._embeddings = embeddings(actor)
         actor.requires_grad_(not args.lora_r)
-        if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
+        if not self.shard_group:  # which gathers and frees layer after layer; an actor need not fit on a GPU
             keep_freed_memory()
             actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
+
+    def _choose_start(self, actor: PreTrainedModel) -> tuple[PreTrainedModel, float] | None:
+        """Choose what the models decide: learning rates, the memory plan -> what the critic starts from and
+        its weight in the reward, None without a critic. From here on the flags are frozen."""
+        args = self.args
+        world = self.world
+        room = sampling_room(args, actor, self.data, self.held_out)
         learning = {"learning_rate": ("actor", actor)}
-        critic = None  # what the critic starts from, and its weight in the reward
+        critic = None
         if args.advantage == "gae":
             critic = critic_start(
                 args.critic_init, self.reward.models, actor, self.tokenizer, longest=room[1]
             )
             learning["critic_learning_rate"] = ("critic", critic[0])
             if critic[0] is not actor:
-                notes.append(f"critic   starts from {critic[0].name_or_path} (--critic_init)")
+                self.notes.append(f"critic   starts from {critic[0].name_or_path} (--critic_init)")
         self.suited, rates = choose_rates(args, learning, args.lora_r > 0)
         args.freeze()
         # Those of this process' rows in the global batch.
         self.positions = local_positions(args.batch_size, world.rank, world.size, args.num_generations)
         self.demonstrations = load_demonstrations(args, self.tokenizer, actor)
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, actor)
-        self.plan, memory = check_memory(self._memory_case(actor, critic, room), self.in_step)
-        self.notes = [*notes, rates, memory]  # what was chosen
+        with world.all_or_none():  # memory may be short in one process only
+            self.plan, memory = check_memory(self._planned(actor, critic, room))
+        self.notes += [rates, memory]
+        self.room = room
+        return critic
+
+    def _build(self, actor: PreTrainedModel, critic: tuple[PreTrainedModel, float] | None) -> None:
+        """The sampler, the models, and what makes their optimizer steps."""
+        args = self.args
+        world = self.world
         self.endings = load_endings(args, self.tokenizer, actor)  # what ends a response
         if self.plan.slots:  # else nothing is sampled
-            sampler = Sampler(actor, self.dtype, self.plan.slots, self.plan.cache, room, world.device)
+            cache = self.plan.phases["rollout"]["KV cache"]
+            sampler = Sampler(actor, self.dtype, self.plan.slots, cache, self.room, world.device)
             self.engine = RolloutEngine(
                 sampler=sampler,
                 tokenizer=self.tokenizer,
                 endings=self.endings,
                 args=args,
-                sharded=self.in_step is not None,
-                release_cache=self.plan.release_cache,
+                sharded=self.shard_group is not None,
             )
-            if self.in_step:  # each process soon has a part of each model, and a whole one of none
+            if self.shard_group:  # each process soon has a part of each model, and a whole one of none
                 sampler.copy.unload()
-        updates_per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)  # of each model
         self.models = Models(
             args,
             world.device,
             self.dtype,
             actor,
             critic_start=critic,
-            rewards=scoring_models(self.reward, self.judge),
+            rewards=scoring_models(self.reward, self.eval_reward),
             endings=self.endings,
             total_steps=self.total_steps,
-            updates_per_batch=updates_per_batch,
-            in_step=self.in_step,
-            shards_rewards=shards_rewards,
+            shard_group=self.shard_group,
+            shards_rewards=self.shards_rewards,
         )
         keep_endings(self.endings, actor)
-        self.progress = Progress(token_budget=self.plan.token_budget)
+        tokens = self.plan.token_budget if self.shard_group else tokens_per_forward(world.device)
+        self.progress = Progress(token_budget=tokens)
         self.loss_scale = LossScale(self.dtype)  # of fp16
         self.learners = self.models.learners
         self.updater = Updater(
-            world, self.learners, self.loss_scale, self.progress, args.grad_clip, self.in_step
+            world, self.learners, self.loss_scale, self.progress, args.grad_clip, self.shard_group
         )
-        self._build_options(updates_per_batch)
 
     def _load_functions(self) -> list[RewardFunctions]:
         """-> those of --reward_fn and --eval_reward_fn."""
@@ -208,24 +237,25 @@ class PpoRun(Run):
         with named_as_evaluation():
             return [functions, load_reward_functions(self.args.eval_reward_fn)]
 
-    def _use_data(self, data: Prompts, functions: RewardFunctions, judges: RewardFunctions) -> None:
+    def _use_data(self, data: Prompts, functions: RewardFunctions, eval_functions: RewardFunctions) -> None:
         """Take the data, and do what needs no model besides: count the steps, make rewards without their
         models, call their functions once."""
         args = self.args
         self.data = data
+        # Lines that say what was chosen.
+        self.notes = [choose_reasoning(args, data), accuracy_note(self.held_out)]
         self.answers = args.num_generations
         self.total_steps = self.count_steps()
         choose_warmup(args, self.total_steps)
-        self.names_of_run = of_run = names_of_run(data, self.held_out)  # that functions may ask for
-        known = values_of_run(of_run, 0, self.total_steps)
-        # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
+        known = run_values(0, self.total_steps, data, self.held_out)  # that functions may ask for
+        # The evaluation reward never trains. Logged answers come with their scores.
         self.reward = Reward()
         if not args.offline_data_path:
             self.reward = make_reward(args, functions)
-            check_fields(functions, of_run, data, self.held_out)
-        self.judge = make_judge(args, judges)
+            check_fields(functions, known, data, self.held_out)
+        self.eval_reward = make_eval_reward(args, eval_functions)
         with named_as_evaluation():
-            check_fields(judges, of_run, self.held_out)
+            check_fields(eval_functions, known, self.held_out)
         if self.held_out and not args.offline_data_path:  # pairs of logged answers need the model
             self._first_best()  # checks --best_metric
         if not self.world.is_main:  # a function may cost money at each call
@@ -234,41 +264,41 @@ class PpoRun(Run):
             check_resume(self, self.text_fingerprints())
         try_reward_functions(self.reward.functions, known, args.reward_timeout, data, self.held_out)
         with named_as_evaluation():
-            try_reward_functions(judges, known, args.reward_timeout, self.held_out)
+            try_reward_functions(eval_functions, known, args.reward_timeout, self.held_out)
 
-    def _memory_case(
+    def _planned(
         self,
         actor: PreTrainedModel,
         critic: tuple[PreTrainedModel, float] | None,
         room: tuple[int, int, int],
-    ) -> Case:
+    ) -> PlannedRun:
         """What the memory plan is made from."""
-        sizes = {"actor": Sizes(actor, self.dtype)}
+        sizes = {"actor": ModelSizes(actor, self.dtype)}
         if critic:
-            sizes["critic"] = Sizes(critic[0].base_model, self.dtype)  # type: ignore[arg-type]  # a Module
-        return Case(
+            sizes["critic"] = ModelSizes(critic[0].base_model, self.dtype)  # type: ignore[arg-type]  # a Module
+        return PlannedRun(
             args=self.args,
             device=self.world.device,
             dtype=self.dtype,
             models=sizes,
-            rewards=[Sizes(model, self.dtype) for model in modules_of(self.reward, self.judge)],
+            rewards=[ModelSizes(model, self.dtype) for model in modules_of(self.reward, self.eval_reward)],
             responses=room[0],
             width=room[1],
             demonstration=self.demonstrations.longest if self.demonstrations else 0,
             processes=self.world.size,
         )
 
-    def _build_options(self, updates_per_batch: int) -> None:
+    def _build_options(self) -> None:
         """Scales, options and the evaluation; ``states`` has those with a state that checkpoints keep."""
         args = self.args
         world = self.world
         models = self.models
         learner = self.learners["actor"]
         self.best = self._first_best() if self.held_out else Best()
-        if self.logged:
+        if args.offline_data_path:
             self.display = displays.OFFLINE
             if self.held_out and not self.held_out_pairs:  # answers to its prompts are compared
-                best = "judge" if self.judge.names else "accuracy"
+                best = "judge" if self.eval_reward.names else "accuracy"
                 self.display = replace(displays.OFFLINE, tested="prompts", best=best)
         self.advantage_scale = AdvantageScale()
         self.kl = KlTarget(args, learner, world.size, world.sum)
@@ -284,7 +314,7 @@ class PpoRun(Run):
         self.options: list[Option] = []  # in the order in which train_ppo.py calls their hooks
         if self.demonstrations:
             scorer = models.actor_scorer
-            self.options.append(Ptx(self.demonstrations, args, scorer, updates_per_batch, world))
+            self.options.append(Ptx(self.demonstrations, args, scorer, models.updates_per_batch, world))
         if args.replay_batches:
             replay = self.states["replay"] = Replay(args.replay_batches, self.positions, world)
             self.options.append(replay)
@@ -302,8 +332,8 @@ class PpoRun(Run):
                 pairs=self.held_out_pairs,
                 models=models,
                 engine=self.engine,
-                rewards=(self.reward, self.judge),
-                raw_scores=self.raw_scores,
+                rewards=(self.reward, self.eval_reward),
+                score_parts=self.score_parts,
                 ema=self.ema,
             )
 
@@ -312,7 +342,7 @@ class PpoRun(Run):
         has."""
         assert self.held_out
         args = self.args
-        names = [*self.reward.names, *self.judge.names, "length", "finished"]
+        names = [*self.reward.names, *self.eval_reward.names, "length", "finished"]
         if self.reward.reasoning:
             names.append("format_rate")
         accuracy = self.held_out.has_accuracy  # whether right answers are known
@@ -323,7 +353,7 @@ class PpoRun(Run):
             names.append(f"pass@{args.num_generations}")
         if self.held_out_pairs:
             names.append("chosen_preferred")
-        source = f"{self.held_out.fingerprint} {code_hash(args.reward_fn)} {self.judged_by}"
+        source = f"{self.held_out.fingerprint} {code_hash(args.reward_fn)} {self.eval_reward_hash}"
         return first_best(args.best_metric, names, source)
 
     @property
@@ -335,8 +365,8 @@ class PpoRun(Run):
 
     # ------------------------------------------------------------------------------- what it is asked for
 
-    def raw_scores(self, reward: Reward, batch: Batch) -> RawScores:
-        """What each part of a reward (``Reward`` or ``Judge``) says of a batch's responses, before it is
+    def score_parts(self, reward: Reward, batch: Batch) -> RawScores:
+        """What each part of a reward (``Reward`` or ``EvalReward``) says of a batch's responses, before it is
         normalised, clipped and weighed. Raises InputError where one fails."""
         prompts = with_sampled_space(batch, self.tokenizer) if reward.server else batch.prompts
         request = Request(
@@ -345,23 +375,23 @@ class PpoRun(Run):
             batch.finished.tolist(),
             batch.layout.response_len,
             batch.responses(),
-            values_of_run(self.names_of_run, self.progress.step, self.total_steps),
+            run_values(self.progress.step, self.total_steps, self.data, self.held_out),
         )
         with self.models.host.on_device(*modules_of(reward)):
-            return reward.raw_scores(request)
+            return reward.score_parts(request)
 
-    def begin(self, logger: Any) -> None:
+    def begin(self, say: Say, keep_choice: Callable[[str, float], object]) -> None:
         """Choose --missing_eos_penalty where it is not given (options/missing_eos.py)."""
         if self.reward.missing_eos_penalty is not None:
             return
-        raw_scores = partial(self.raw_scores, self.reward)
+        score_parts = partial(self.score_parts, self.reward)
         penalty, line = choose_penalty(
-            self.args, self.world, self.data, self.engine, self.models.old_actor, self.reward, raw_scores
+            self.args, self.world, self.data, self.engine, self.models.old_actor, self.reward, score_parts
         )
         self.reward.missing_eos_penalty = penalty
         with self.world.all_or_none():  # the disk may be full
-            logger.keep_choice("missing_eos_penalty", penalty)
-        logger.say(line)
+            keep_choice("missing_eos_penalty", penalty)
+        say(line)
 
     def evaluate(self) -> StepLog:
         return self.evaluation() if self.evaluation else ({}, {})
@@ -388,7 +418,7 @@ class PpoRun(Run):
         ]
         if texts := self.demonstrations:
             lines.append(f"ptx      {texts.path}: {texts.describe()}, weight {args.ptx_coef:g} (--ptx_coef)")
-        for model in scoring_models(self.reward, self.judge):
+        for model in scoring_models(self.reward, self.eval_reward):
             if model.form:
                 lines.append(
                     f"note     {model.tokenizer.name_or_path} reads {model.form!r} (--reward_template)"
@@ -467,46 +497,27 @@ class PpoRun(Run):
 
     # --------------------------------------------------------------------------------- what is saved
 
-    def save_result(self, logger: Any) -> None:
+    def save_result(self, say: Say) -> None:
         """Write the actor as a ``.pth`` and the folder beside it, and its average into the run folder."""
-        self.save_actor(self.result_path, logger)
+        self.save_actor(self.result_path, say)
         if self.ema.batches:
             with self.ema.in_place():
-                self.save_actor(self.folder / AVERAGE, logger)
+                self.save_actor(self.folder / AVERAGE, say)
 
-    def save_actor(self, path: Path, logger: Any) -> None:
+    def save_actor(self, path: Path, say: Say) -> None:
         """Write the actor as ``path`` and the folder beside it. All processes call it: of a sharded actor
         each has a part."""
         main = self.world.is_main
         state = whole_state(self.models.actor, keep=main)
         if main:
-            dtype = self.save_dtype.choose(path, state, logger.say)
+            dtype = self.save_dtype.choose(path, state, say)
             save_policy(self.models.actor, self.tokenizer, path, dtype, state)
 
-    def keep_best(self, metrics: dict[str, float], logger: Any) -> None:
-        """If a step's evaluation is the best so far, write the actor's weights into the run folder.
+    def keep_best(self, metrics: dict[str, float], say: Say) -> None:
+        self.best = self.best.updated(metrics, self, partial(self.save_actor, say=say))
 
-        All processes must call it, after the step was logged and before its checkpoint. Raises InputError
-        where the disk is full or a weight is not finite in --save_dtype; then a resumed run evaluates this
-        step again.
-        """
-        better = self.best.beaten_by(metrics, self.progress.step)
-        if not better:
-            return
-        # The weights before the first step are those of --model.
-        with self.world.all_or_none():
-            if better.step:
-                self.save_actor(self.folder / WEIGHTS, logger)
-            if self.world.is_main:
-                write_best(self.folder, better)
-        self.best = better
-
-    def restore_best(self, logger: Any) -> None:
-        """The best of a resumed run is that of its folder."""
-        with self.world.all_or_none():
-            if self.world.is_main:  # another machine's folder may have only the checkpoint
-                self.best = best_so_far(self.folder, self.best, logger.say)
-        self.best = self.world.from_main(self.best)
+    def restore_best(self, say: Say) -> None:
+        self.best = restored(self.best, self, say)
 
     def best_note(self) -> str:
         return self.best.describe(WEIGHTS, self.progress.step)

@@ -1,6 +1,6 @@
 """What surrounds the loop of all three scripts: processes, run folder, log, evaluation, saving, stopping.
 
-    with Session(build, given) as session:            a new run, or one as its checkpoint left it
+    with open_session(build, args) as session:        a new run, or one as its checkpoint left it
         for step in session.steps():                  those that are left
             with session.nothing_learned():           a wrong record or reward: the run is saved, then it ends
                 items = session.records(step)         those of this process
@@ -13,13 +13,13 @@ Only the main process writes. If it cannot write, all processes end with its err
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from dataset.data_order import global_batch
-from errors import InputError
+from errors import Agreed, InputError
 from progress_bar import Start
 from trainer.compute.threads import sleep_when_busy
 from trainer.flags import Flags
@@ -35,49 +35,24 @@ Logger = RunLogger | NullLogger
 AnyRun = TypeVar("AnyRun", bound=Run)
 
 
+@dataclass
 class Session(Generic[AnyRun]):
-    """A run while it trains. ``run``: what ``build`` has made; ``world``: the processes.
-
-    build(args, world, start) -> the ``Run``, with all inputs checked; given: the flags. Raises InputError.
-    """
+    """A run while it trains."""
 
     run: AnyRun
-    world: World
-
-    def __init__(self, build: Callable[[Flags, World, Start], AnyRun], given: Flags) -> None:
-        self._build = build
-        self._given = given
-
-    def __enter__(self) -> "Session[AnyRun]":
-        given = self._given
-        with ExitStack() as stack:
-            self.world = world = stack.enter_context(init_world(given.device, given.ddp))
-            stack.enter_context(sleep_when_busy(world.device.type))
-            with Start() as start:
-                with world.all_or_none():
-                    self.run = self._build(given, world, start)
-                self._logger = start_or_resume(self.run, start)
-            self.run.restore_best(self._logger)
-            stack.enter_context(ending(self.run, self._logger))
-            asked = "\nstopping after this step; a second signal stops at once\n"
-            self._stopping = stack.enter_context(StopRequest(asked))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    world: World  # the processes
+    logger: Logger
+    stopping: StopRequest
 
     def steps(self) -> Iterator[int]:
         """The steps that are left. A new run is evaluated first."""
         run = self.run
         first = run.progress.step  # that of the checkpoint, if there is one
         if first == run.total_steps:  # a run that was killed before its last result was there
-            save(run, self._logger)
+            self._save()
         if first == 0:
-            run.begin(self._logger)
-            conclude_step(run, self._logger, *timed_evaluation(run))
+            run.begin(self.logger.say, self.logger.keep_choice)
+            self._log(*self._evaluate())
         yield from range(first, run.total_steps)
 
     def records(self, step: int) -> list[Any]:
@@ -90,40 +65,89 @@ class Session(Generic[AnyRun]):
 
     @contextmanager
     def nothing_learned(self) -> Iterator[None]:
-        """In this block nothing is learned. On an InputError, of a record or a reward, the run is saved as
-        the step before has left it."""
+        """In this block nothing is learned. Where a record or a reward is wrong, which ends all processes,
+        the run is saved as the step before has left it."""
         try:
             yield
-        except InputError:
-            save(self.run, self._logger)
+        except Agreed:
+            self._save()
             raise
 
     def conclude(self, metrics: dict[str, float], rows: Rows) -> None:
         """A step has been made: check that all processes have the same weights, log, evaluate, save. Ends the
         run where a signal has asked for it, or where an evaluation fails."""
-        run, logger, args = self.run, self._logger, self.run.args
+        run = self.run
+        args = run.args
         self.world.check_identical(**{name: learner.model for name, learner in run.learners.items()})
         run.progress.step += 1  # from here on: log, save and the best count the step
         done = run.progress.step
         last = done == run.total_steps
-        logger.show(done, metrics, rows)  # at once: an evaluation may take minutes
-        signal = self._stopping.agreed(self.world)
+        self.logger.show(done, metrics, rows)  # at once: an evaluation may take minutes
+        signal = self.stopping.agreed(self.world)
         end: BaseException | None = SystemExit(128 + signal) if signal and not last else None
         if last or (args.eval_interval and done % args.eval_interval == 0):
             try:
-                found, shown = timed_evaluation(run)
-                metrics |= found
-                rows |= shown
+                eval_metrics, eval_rows = self._evaluate()
+                metrics |= eval_metrics
+                rows |= eval_rows
             except InputError as error:  # a reward failed: first log and save what has been learned
                 end = error
-        conclude_step(run, logger, metrics, rows)
+        self._log(metrics, rows)
         if last or end or done % args.save_interval == 0:
-            save(run, logger)
+            self._save()
         if end:
             raise end
 
+    def _log(self, metrics: dict[str, float], rows: Rows) -> None:
+        """Log a step's metrics and {file: rows to keep}, then keep its weights if its evaluation is the best
+        so far. It is called between two steps."""
+        gc.collect()  # see ``collected_between_steps``
+        with self.world.all_or_none():
+            self.logger.log(self.run.progress.step, metrics, rows)
+        self.run.keep_best(metrics, self.logger.say)
 
-# ---------------------------------------------------------------------------------- begin, log, save, end
+    def _evaluate(self) -> StepLog:
+        """``run.evaluate()``; the run counts its seconds."""
+        start = time.perf_counter()
+        try:
+            return self.run.evaluate()
+        finally:
+            self.run.evaluation_seconds += time.perf_counter() - start
+
+    def _save(self) -> None:
+        """Save a checkpoint, unless this step already has one, and the result: the files that users load."""
+        run = self.run
+        step = run.progress.step
+        if not step:  # nothing has been learned, and an earlier run's result may be there
+            return
+        if run.saved_step != step:
+            with self.world.all_or_none():
+                self.logger.flush()
+            checkpoints.save(run)
+        with self.world.all_or_none():
+            self.logger.keep_choice("saved", True)
+            run.save_result(self.logger.say)
+        run.saved_step = step
+
+
+# ------------------------------------------------------------------------------------------ begin and end
+
+
+@contextmanager
+def open_session(build: Callable[[Flags, World, Start], AnyRun], args: Flags) -> Iterator[Session[AnyRun]]:
+    """Join the processes, build the run, resume it if asked -> the ``Session``, for a ``with`` block.
+
+    build(args, world, start) -> the ``Run``, with all inputs checked; args: the flags. Raises InputError.
+    """
+    reply = "\nstopping after this step; a second signal stops at once\n"
+    with init_world(args.device, args.ddp) as world, sleep_when_busy(world.device.type):
+        with Start() as start:
+            with world.all_or_none():
+                run = build(args, world, start)
+            logger = start_or_resume(run, start)
+        run.restore_best(logger.say)
+        with ending(run, logger), StopRequest(reply) as stopping:
+            yield Session(run, world, logger, stopping)
 
 
 def start_or_resume(run: Run, start: Start) -> Logger:
@@ -140,8 +164,7 @@ def start_or_resume(run: Run, start: Start) -> Logger:
         if world.is_main:
             folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder, run.outputs)
             write_config(run, folder)
-    run.folder = world.from_main(folder.path if folder else Path())
-    checkpoint = world.from_main(folder and folder.checkpoint)
+    run.folder, checkpoint = world.from_main((folder.path, folder.checkpoint) if folder else (Path(), None))
     logger: Logger = NullLogger()
     with world.all_or_none():
         if checkpoint:
@@ -156,45 +179,12 @@ def start_or_resume(run: Run, start: Start) -> Logger:
     return logger
 
 
-def conclude_step(run: Run, logger: Logger, metrics: dict[str, float], rows: Rows) -> None:
-    """Log a step's metrics and {file: rows to keep}, then keep its weights if its evaluation is the best so
-    far. It is called between two steps."""
-    gc.collect()  # see ``collected_between_steps``
-    with run.world.all_or_none():
-        logger.log(run.progress.step, metrics, rows)
-    run.keep_best(metrics, logger)
-
-
-def timed_evaluation(run: Run) -> StepLog:
-    """``run.evaluate()``; the run counts its seconds."""
-    start = time.perf_counter()
-    try:
-        return run.evaluate()
-    finally:
-        run.evaluation_seconds += time.perf_counter() - start
-
-
-def save(run: Run, logger: Logger) -> None:
-    """Save a checkpoint, unless this step already has one, and the result: the files that users load."""
-    step = run.progress.step
-    if not step:  # nothing has been learned, and an earlier run's result may be there
-        return
-    if run.saved_step != step:
-        with run.world.all_or_none():
-            logger.flush()
-        checkpoints.save(run)
-    with run.world.all_or_none():
-        logger.keep_choice("saved", True)
-        run.save_result(logger)
-    run.saved_step = step
-
-
 @contextmanager
 def collected_between_steps() -> Iterator[None]:
     """In this block Python's garbage collector works between two steps only.
 
     By itself it works whenever enough new objects were made: in the middle of a step, while a GPU waits.
-    ``conclude_step`` calls it, and it then looks only at objects that the run has made since it began to
+    ``Session._log`` calls it, and it then looks only at objects that the run has made since it began to
     train: models and data stay as long as the run.
     """
     gc.collect()

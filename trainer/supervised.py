@@ -29,7 +29,7 @@ from model.lora import trained
 from model.saving import SaveDtype
 from model.weights import short_hash, weights_hash
 from progress_bar import Start
-from trainer.compute.batching import fp64_device, tokens_per_pass
+from trainer.compute.batching import fp64_device, tokens_per_forward
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.scoring import prepare_training
@@ -125,7 +125,7 @@ class SupervisedRun(Run):
             warmup_steps=min(math.ceil(args.warmup_ratio * self.total_steps), self.total_steps - 1),
         )
         self.learners = {"model": learner}
-        self.progress = Progress(token_budget=tokens_per_pass(world.device))
+        self.progress = Progress(token_budget=tokens_per_forward(world.device))
         self.updater = Updater(world, self.learners, loss_scale, self.progress, args.grad_clip)
 
     def load_policy(self, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
@@ -204,7 +204,7 @@ class SupervisedRun(Run):
                 part = [items[i] for i in rows]
                 sums.merge(self.loss(part, self.loss_counts(part), "eval")[1])
 
-            each_micro_batch(lengths, tokens_per_pass(world.device), measure, "evaluation")
+            each_micro_batch(lengths, tokens_per_forward(world.device), measure, "evaluation")
         return self.summarise(sums.means(world)), {}
 
 

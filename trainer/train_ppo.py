@@ -241,7 +241,6 @@ from typing import NamedTuple
 import torch
 
 from dataset.data_order import minibatch_order, minibatch_rows
-from dataset.lm_dataset import LoggedAnswer, Prompt
 from progress_bar import phase
 from trainer import advantages, losses
 from trainer.compute.batch import Batch
@@ -258,7 +257,7 @@ from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
 from trainer.runs.optimizer_step import GradientSource, Step, Updater
-from trainer.session import Session
+from trainer.session import open_session
 from trainer.step_metrics import batch_metrics, rows_of_step, step_metrics
 
 
@@ -271,45 +270,42 @@ def parse_args(argv: Sequence[str] | None = None) -> Flags:
 # else.
 
 
-def sample(run: PpoRun, step: int, prompts: list[Prompt]) -> Batch:
-    """Prompts -> a batch of the old actor's responses, --num_generations to each, with their texts.
-    InputError in all processes where one of them fails."""
+def sample(run: PpoRun, step: int, records: list) -> Batch:
+    """Records -> a batch of the old actor's responses, --num_generations to each, with their texts.
+    --offline_data_path: the answers of that file. InputError in all processes where one of them fails."""
     args = run.args
-    asked = [prompt for prompt in prompts for _ in range(args.num_generations)]
+    if args.offline_data_path:
+        return logged_batch(records, run.world.device)
+    prompts = [prompt for prompt in records for _ in range(args.num_generations)]
     noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
     with run.world.all_or_none(), run.engine.weights_of(run.models.old_actor):
-        return run.engine.respond(asked, noise, args.temperature)
+        return run.engine.respond(prompts, noise, args.temperature)
 
 
 def score(run: PpoRun, step: int, batch: Batch, seconds: Seconds) -> Batch:
     """Scores of the rewards, and the rewards that belong to tokens inside a response. --filter_groups: the
     batch that comes back has other responses where all answers to a prompt have scored the same."""
+    if run.args.offline_data_path:
+        return batch  # the scores are those of the file
     with run.world.all_or_none():
-        batch.raw = run.raw_scores(run.reward, batch)
+        batch.raw = run.score_parts(run.reward, batch)
     if run.args.filter_groups:
-        with run.world.all_or_none(), run.engine.weights_of(run.models.old_actor):
-            batch = sample_again(
-                run.args,
-                step,
-                batch,
-                engine=run.engine,
-                reward=run.reward,
-                raw_scores=partial(run.raw_scores, run.reward),
-                positions=run.positions,
-                seconds=seconds,
-            )
+        batch = sample_again(
+            run.args,
+            step,
+            batch,
+            world=run.world,
+            engine=run.engine,
+            old_actor=run.models.old_actor,
+            reward=run.reward,
+            score_parts=partial(run.score_parts, run.reward),
+            positions=run.positions,
+            seconds=seconds,
+        )
     # Normalised, clipped, weighed and summed. Once a batch: the statistics of --normalize_reward take it in.
     batch.parts = run.reward.combine(batch.raw, run.world)
     batch.scores = send(batch.parts["score"], batch.tokens.device)
     batch.step_rewards = step_rewards(batch, run.tokenizer)  # None without --reward_fn
-    return batch
-
-
-def take_logged(answers: list[LoggedAnswer], device: torch.device) -> Batch:
-    """--offline_data_path: answers and scores of the file, in the place of ``sample`` and ``score``."""
-    batch = logged_batch(answers, device)
-    batch.parts = {"score": torch.tensor([answer.score for answer in answers])}
-    batch.scores = send(batch.parts["score"], device)
     return batch
 
 
@@ -322,23 +318,15 @@ def evaluate_tokens(
     batch: Batch,
     models: Models,
     options: list[Option],
-    token_budget: int,
     world: World,
 ) -> Batch:
     """Log-probs of reference and old actor, the critic's values, and which tokens the policy loss is of.
     --replay_batches: the batch that comes back has older batches above the new one. Old actor and critic
     score these again; of the reference the log-probs are kept.
-
-    token_budget: the most tokens of a micro-batch.
     """
-    # As many as in an update, for which there is memory.
-    per_update = sum(batch.layout.lengths) * args.mini_batch_size
-    budget = min(token_budget, per_update // (args.batch_size * args.accumulation_steps))
     with models.host.on_device(models.old_actor, models.reference):
         if models.reference_scorer:
-            batch.ref_logprobs, _ = score_all(
-                batch, models.reference_scorer, budget, temperature=args.temperature
-            )
+            batch.ref_logprobs, _ = score_all(batch, models.reference_scorer, temperature=args.temperature)
         for option in options:
             batch = option.with_older(batch)
         if args.offline_data_path:
@@ -348,10 +336,10 @@ def evaluate_tokens(
             batch.old_logprobs = batch.sampler_logprobs
         else:
             batch.old_logprobs, entropy = score_all(
-                batch, models.old_actor_scorer, budget, temperature=args.temperature
+                batch, models.old_actor_scorer, temperature=args.temperature
             )
     if models.value_scorer:
-        [batch.values] = score_all(batch, models.value_scorer, budget)
+        [batch.values] = score_all(batch, models.value_scorer)
     # min(pi_old / pi_sampler, --importance_cap): 1 where the sampler's log-probs are the old ones
     batch.importance_weights = losses.importance_weights(
         batch.old_logprobs, batch.sampler_logprobs, batch.action_mask, args.importance_cap
@@ -377,13 +365,13 @@ def reward_tokens(args: Namespace, batch: Batch, kl_coef: float) -> None:
 
 
 def estimate(
-    args: Namespace, batch: Batch, informative: bool, scale: advantages.AdvantageScale, world: World
+    args: Namespace, batch: Batch, differ: bool, scale: advantages.AdvantageScale, world: World
 ) -> None:
     """Rewards of tokens -> advantages, and with a critic the returns that it learns, all [B, R].
 
     Advantages of GAE and REINFORCE are taken less their mean. All are divided by a unit: their standard
     deviation, or with GRPO each by that of its own group. The KL is divided by the unit in all of them.
-    informative: ``is_informative``.
+    differ: ``scores_differ`` of the batch.
     """
     rewards = batch.rewards
     mask = batch.action_mask
@@ -401,7 +389,7 @@ def estimate(
     else:  # GRPO
         found, group_std = advantages.group_normalized(rewards, mask, group_size)
         std = advantages.group_spread(group_std, batch, group_size, world.sum)
-    scale.whiten(batch, found, std, informative, divided=args.advantage == "group")
+    scale.whiten(batch, found, std, differ, divided=args.advantage == "group")
 
 
 # --------------------------------------------------------------------------------------- losses and steps
@@ -578,7 +566,7 @@ def update(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with Session(PpoRun, parse_args(argv)) as session:  # a new run, or one as its checkpoint left it
+    with open_session(PpoRun, parse_args(argv)) as session:  # a new run, or one as its checkpoint left it
         run = session.run
         world = session.world
         args = run.args
@@ -588,23 +576,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             seconds = Seconds()
             with session.nothing_learned():  # a wrong record or reward: the run is saved, then it ends
                 with seconds.of("rollout"):
-                    records = session.records(step)
-                    new = take_logged(records, world.device) if run.logged else sample(run, step, records)
+                    new = sample(run, step, session.records(step))
                 with seconds.of("reward"):
-                    if not run.logged:
-                        new = score(run, step, new, seconds)
+                    new = score(run, step, new, seconds)
                 with seconds.of("score"):
-                    batch = evaluate_tokens(
-                        args, step, new, models, options, run.progress.token_budget, world
-                    )
+                    batch = evaluate_tokens(args, step, new, models, options, world)
                     for option in options:
                         option.before_estimate(step, batch)
             with seconds.of("score"):
                 reward_tokens(args, batch, run.kl.coef)
-                informative = advantages.is_informative(batch, world.sum)
-                if models.critic:  # this changes the critic: its scale, and after the first batch its values
-                    run.value_scale.fit(batch, informative, world.sum)
-                estimate(args, batch, informative, run.advantage_scale, world)
+                differ = advantages.scores_differ(batch, world.sum)
+                if models.critic:  # this changes the critic: its scale, with the first batch its values too
+                    run.value_scale.fit(batch, differ, world.sum)
+                estimate(args, batch, differ, run.advantage_scale, world)
                 newest = batch.newest(args.batch_size)  # all of it, without replay
                 metrics = batch_metrics(args, newest, models.critic, run.kl.coef, world)
             with seconds.of("update"):

@@ -19,7 +19,6 @@ import math
 import sys
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -63,9 +62,9 @@ from trainer.compute.batching import in_fp64, send
 from trainer.inputs import DEMO
 from trainer.rewards.reward_models import score_packed
 from trainer.runs import displays
-from trainer.runs.base import SavedAttributes, full_path
+from trainer.runs.base import SavedAttributes, Say, full_path
 from trainer.runs.metrics import Loss, Metrics
-from trainer.session import Session
+from trainer.session import open_session
 from trainer.supervised import Items, Means, SupervisedRun, train
 
 
@@ -201,10 +200,10 @@ class RewardRun(SupervisedRun):
         correlation = (means["product"] - score * means["y"]) / spread if spread > 1e-12 else 0.0
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
 
-    def save_result(self, logger: Any) -> None:
+    def save_result(self, say: Say) -> None:
         if self.world.is_main:
             state = whole_state(self.model)
-            dtype = self.save_dtype.choose(self.hf_dir, state, logger.say)
+            dtype = self.save_dtype.choose(self.hf_dir, state, say)
             save_directory(
                 self.model, self.tokenizer, self.hf_dir, dtype, state, reward_offset=self.zero.mean
             )
@@ -236,7 +235,7 @@ class RewardRun(SupervisedRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    with Session(RewardRun, parse_args(argv)) as session:
+    with open_session(RewardRun, parse_args(argv)) as session:
         train(session)
 
 

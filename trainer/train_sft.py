@@ -19,7 +19,6 @@ session.py. Stopping, resuming and faults: docs/reliability.md.
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -67,8 +66,9 @@ from model.model_minimind import MiniMindConfig, plain_config
 from model.saving import save_directory, save_policy, whole_state
 from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.runs import displays
+from trainer.runs.base import Say
 from trainer.runs.metrics import Loss, Metrics
-from trainer.session import Session
+from trainer.session import open_session
 from trainer.supervised import Items, Means, SupervisedRun, train
 
 
@@ -144,10 +144,10 @@ class SftRun(SupervisedRun):
     def summarise(self, means: Means) -> Means:
         return means | {"eval/perplexity": math.exp(min(means["eval/loss"], 700.0))}
 
-    def save_result(self, logger: Any) -> None:
+    def save_result(self, say: Say) -> None:
         if self.world.is_main:
             state = whole_state(self.model)
-            dtype = self.save_dtype.choose(self.result_path, state, logger.say)
+            dtype = self.save_dtype.choose(self.result_path, state, say)
             save_policy(self.model, self.tokenizer, self.result_path, dtype, state)
             save_directory(self.model, self.tokenizer, self.hf_dir, dtype, state)
 
@@ -158,7 +158,7 @@ class SftRun(SupervisedRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    with Session(SftRun, parse_args(argv)) as session:
+    with open_session(SftRun, parse_args(argv)) as session:
         train(session)
 
 

@@ -33,7 +33,7 @@ from trainer import train_reward
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.precision import autocast
 from trainer.runs.metrics import Metrics
-from trainer.session import Session
+from trainer.session import open_session
 from trainer.supervised import Items, train
 
 EXTRA_LAYERS = 2
@@ -137,7 +137,7 @@ class DemoRun(train_reward.RewardRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    with Session(DemoRun, train_reward.parse_args(argv)) as session:
+    with open_session(DemoRun, train_reward.parse_args(argv)) as session:
         train(session)
 
 

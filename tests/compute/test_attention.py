@@ -90,7 +90,7 @@ def test_packed_sequences_attend_as_each_does_alone_in_fp64(heads, groups, dim, 
         return *(fused_layers._rotate(x, cos, sin) for x in rows[:2]), rows[2]
 
     def wanted(*rows):
-        rows, starts = [x[0].transpose(0, 1) for x in rotated(*rows)], packing.starts.int()
+        rows, starts = [x[0].transpose(0, 1) for x in rotated(*rows)], packing.cu_seqlens.int()
         seen = ((window or 0) - 1, 0)
         return by_definition(*rows, starts, starts, 64, 64, scale=0.4, window_size=seen)[None]
 

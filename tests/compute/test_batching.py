@@ -11,7 +11,7 @@ from tiny import tiny_llama
 from model.critic import CriticModel
 from trainer import losses
 from trainer.compute.batch import Batch
-from trainer.compute.batching import Layout, micro_batches, pass_size
+from trainer.compute.batching import Layout, micro_batches, tokens_per_micro_batch
 from trainer.compute.precision import LossScale
 from trainer.compute.scoring import PolicyScorer, ValueScorer, load_balance_loss, prepare_training
 from trainer.runs.base import Progress
@@ -45,7 +45,7 @@ def test_micro_batches_hold_each_row_once_within_the_budget_and_waste_little():
             longest = max(lengths[row] for row in batch)
             assert len(batch) == 1 or sum(lengths[row] for row in batch) <= budget
             assert len(batch) == 1 or len(batch) * longest <= 2 * budget
-        whole = pass_size(len(lengths), max(lengths), sum(lengths))
+        whole = tokens_per_micro_batch(10**6, lengths, pieces=1)
         assert len(micro_batches(lengths, whole)) == 1
     lengths = [rng.randint(10, 200) for _ in range(256)]
     computed = sum(len(b) * max(lengths[row] for row in b) for b in micro_batches(lengths, 2000))

@@ -37,7 +37,7 @@ ONE, SEVERAL, AGAIN = (999, 1 << 20), (7, 1 << 20), (7, 0)  # one chunk, several
 
 def cut(monkeypatch, tokens, kept, size=50):
     """A chunk has so many tokens; of at most ``kept`` numbers something is kept for the gradient."""
-    monkeypatch.setattr(logprobs, "CHUNK", {"cpu": tokens * size})
+    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", {"cpu": tokens * size})
     monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(logprobs, "MAX_KEPT", {"cpu": kept})
 

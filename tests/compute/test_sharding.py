@@ -25,12 +25,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from errors import InputError
-from model.weights import local_part, whole
+from model.weights import full_tensor, local_part
 from trainer.compute.batching import Layout, micro_batches, pad_right
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.scoring import PolicyScorer, prepare_training
-from trainer.compute.sharding import InStep, layers_of, shard
+from trainer.compute.sharding import ShardGroup, layers_of, shard
 from trainer.runs.distributed import init_world
 from trainer.runs.optimizer_step import clip_gradients, make_optimizer
 
@@ -97,17 +96,17 @@ def trained(model):
 def furthest(left, right):
     """The largest difference, as a share of the largest number."""
     most = max(x.abs().max().item() for x in right)
-    return max((whole(a) - b).abs().max().item() for a, b in zip(left, right, strict=True)) / most
+    return max((full_tensor(a) - b).abs().max().item() for a, b in zip(left, right, strict=True)) / most
 
 
-def compare(models, in_step, loss, gradient, dtype=torch.float32):
+def compare(models, shard_group, loss, gradient, dtype=torch.float32):
     """The first model, sharded, beside the second, which is the same: loss, the summed gradient and its norm.
     Each process keeps about its share of the numbers, gathered layer by layer."""
-    world, (model, other) = in_step.world, models
+    world, (model, other) = shard_group.world, models
     scorer, plain = (PolicyScorer(x, dtype) for x in models)
     wanted = [x.clone() for x in gradients(plain, trained(other), world)]
     value = run_through(plain, rows_of(world.rank)).item()
-    shard(scorer, in_step, dtype)
+    shard(scorer, shard_group, dtype)
     mine = run_through(scorer, rows_of(world.rank))
     mine.backward()
     world.sum_gradients(model.parameters())
@@ -138,12 +137,12 @@ def llama():
     return model
 
 
-def steps(in_step):
+def steps(shard_group):
     """Three optimizer steps with moments in bf16, rounded with other random bits, are nearly those of a whole
     model: clipping by the norm over all processes, AdamW on the parts. test_processes.py has fp32's."""
-    world, models = in_step.world, [llama(), llama()]
+    world, models = shard_group.world, [llama(), llama()]
     scorers = [PolicyScorer(x) for x in models]
-    shard(scorers[0], in_step, torch.float32)
+    shard(scorers[0], shard_group, torch.float32)
     optimizers = []
     for model in models:
         parts = [[p for p in trained(model) if isinstance(p, DTensor) == kind] for kind in (True, False)]
@@ -172,14 +171,14 @@ class Experts(GradientCheckpointingLayer):
         return self.experts[expert](x), expert
 
 
-def unreached(in_step):
+def unreached(shard_group):
     """Each process uses an expert of its own, and none the last one. Without torch 2.13's option the sums
     would be those of different experts, and nothing would say so."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return
-    model, world = nn.Sequential(Experts(), Experts()), in_step.world
+    model, world = nn.Sequential(Experts(), Experts()), shard_group.world
     plain = copy.deepcopy(model)
-    shard(model, in_step, torch.float32)
+    shard(model, shard_group, torch.float32)
     for net, given in ((model, [world.rank]), (plain, range(world.size))):
         for rank in given:
             net((torch.ones(2, 6) * (1 + rank), rank % 2))[0].sum().backward()
@@ -187,64 +186,53 @@ def unreached(in_step):
     assert furthest([p.grad for p in trained(model)], wanted) < 1e-6
 
 
-def passes(in_step):
+def passes(shard_group):
     """Processes make equally many: one with fewer micro-batches cuts its largest, or makes one of no rows."""
     given = [([[4, 3, 2, 1, 0]], [[0], [1], [2]]), ([], [[0, 1]]), ([[0], [1]], [[5]])]
     wanted = [([[4, 3], [2], [1, 0]], [[0], [1], [2]]), ([[]], [[0, 1]]), ([[0], [1]], [[5], []])]
-    mine = in_step.world.rank % 2
-    assert [in_step.passes(case[mine]) for case in given] == [case[mine] for case in wanted]
+    mine = shard_group.world.rank % 2
+    assert [shard_group.equal_passes(case[mine]) for case in given] == [case[mine] for case in wanted]
 
 
-def least(in_step):
-    """Processes agree on it. Where one fails while the others ask for it, all end; the main one says why."""
-    world = in_step.world
-    assert in_step.least(7 - world.rank) == 7 - (world.size - 1)
-    with pytest.raises(InputError) as caught, world.all_or_none():
-        if world.rank == 1:
-            raise InputError("no reward model")
-        in_step.least(1)
-    assert str(caught.value) == ("process 1: no reward model" if world.is_main else "")
-
-
-def out_of_memory(in_step, kind):
+def out_of_memory(shard_group, kind):
     """Memory runs out in process 1, in its second micro-batch -> what each process says as it ends."""
     scorer, ids = PolicyScorer(llama()), rows_of(0)
-    shard(scorer, in_step, torch.float32)
+    shard(scorer, shard_group, torch.float32)
     lengths = [len(x) for x in ids]
     calls = []
 
     def work(rows):
         calls.append(rows)
-        if in_step.world.rank == 1 and len(calls) == 2:
+        if shard_group.world.rank == 1 and len(calls) == 2:
             raise torch.OutOfMemoryError("out of memory")
         run_through(scorer, [ids[row] for row in rows or [0]])
 
     try:
         if kind == "train":
-            for rows in in_step.passes(micro_batches(lengths, 9)):
-                in_step.run(work, rows)
+            for rows in shard_group.equal_passes(micro_batches(lengths, 9)):
+                shard_group.run(work, rows)
         else:
-            scorer.in_step = in_step
-            each_micro_batch(lengths, 9, work, in_step=scorer.in_step)
+            scorer.shard_group = shard_group
+            each_micro_batch(lengths, 9, work, shard_group=scorer.shard_group)
     except SystemExit as error:
         return str(error.code)
 
 
-def failures(in_step, names):
+def failures(shard_group, names):
     """names: of families -> {case: why it failed}. With two processes, results are those of a whole model
     bit for bit; with three, sums are rounded in another order."""
-    two = in_step.world.size == 2
+    two = shard_group.world.size == 2
     cases = {}
     exact = 0 if two else 2e-6
     for name in names:
-        cases[name] = partial(compare, families(name), in_step, loss=exact, gradient=exact)
+        cases[name] = partial(compare, families(name), shard_group, loss=exact, gradient=exact)
     for name in FEW[:2]:
         limits = {"loss": 1e-6, "gradient": 0 if two else 1e-5}
         if name == "Qwen3-MoE":  # its experts compute outside autocast, in the dtype of their weights
             limits = {"loss": 1, "gradient": 0.02}
-        cases[f"{name}, bf16"] = partial(compare, families(name), in_step, **limits, dtype=torch.bfloat16)
-    for function in (steps, passes, unreached, least):
-        cases[function.__name__] = partial(function, in_step)
+        cases[f"{name}, bf16"] = partial(compare, families(name), shard_group, **limits, dtype=torch.bfloat16)
+    for function in (steps, passes, unreached):
+        cases[function.__name__] = partial(function, shard_group)
     found = {}
     for name, case in cases.items():
         try:
@@ -257,7 +245,7 @@ def failures(in_step, names):
 def main(folder, kind, *names):
     torch.set_num_threads(1)
     with init_world("cpu") as world:
-        found = out_of_memory(InStep(world), kind) if kind else failures(InStep(world), names)
+        found = out_of_memory(ShardGroup(world), kind) if kind else failures(ShardGroup(world), names)
         (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

@@ -77,7 +77,9 @@ def test_the_answer_goes_on_behind_the_beginning(chat, plain, jsonl):
     logged = LoggedAnswers(path, chat, 100, max_response=50, eos=[chat.eos_token_id])[0]
     assert (logged.prompt_ids, logged.text) == (prompt.prompt_ids, text)
     assert logged.response_ids == [*answer, chat.eos_token_id]
-    ids, mask = SFTDataset(path, chat, 100)[0]
+    demonstrations = SFTDataset(path, chat, 100)
+    assert not demonstrations.notes()  # all turns of the assistant are learned
+    ids, mask = demonstrations[0]
     assert [i for i, learned in zip(ids, mask, strict=True) if learned] == logged.response_ids
     assert ids[: len(prompt.prompt_ids)] == prompt.prompt_ids and not any(mask[: len(prompt.prompt_ids)])
     chosen, *_ = PreferenceDataset(path, chat, 100)[0]
@@ -200,6 +202,18 @@ def test_a_text_of_another_template_is_refused():
     for turns in (f"{turn}<|im_start|>tool\n4<|im_end|>\n", turn.replace("2+2?", "2<|im_end|>2")):
         text = f"{turns}<|im_start|>assistant\n"
         refused(r"begins with <\|im_start\|>user as what the chat template", read_back, tokenizer, text)
+
+
+@pytest.mark.parametrize("mark", ["<|start_header_id|>user", "<start_of_turn>user", "[INST] 2+2?", "own"])
+def test_marks_that_stay_text_are_noted(chat, plain, jsonl, mark):
+    own = render(chat, [U], generate=True)
+    record = {"prompt": [{"role": "system", "content": "Be short."}, user(own if mark == "own" else mark)]}
+    for tokenizer in (chat, plain):
+        (note,) = RLAIFDataset(jsonl(record), tokenizer, 200).notes()
+        assert "marks of a chat template, such as <|im_start|> or [INST], which stay text" in note
+    (note,) = RLAIFDataset(jsonl({"prompt": own}), plain, 200).notes()
+    assert "stay text" in note
+    assert not RLAIFDataset(jsonl({"prompt": "[1, 2] <|a|>"}), chat, 200).notes()
 
 
 def test_such_texts_are_read_in_every_field_and_it_is_said(chat, jsonl):

@@ -50,7 +50,7 @@ def test_files(tmp_path, name, content):
     assert found == RECORDS
 
 
-@pytest.mark.parametrize(("name", "comma"), [("a.csv", ","), ("a.tsv", "\t"), ("a.csv.gz", ",")])
+@pytest.mark.parametrize(("name", "comma"), [("a.csv", ","), ("a.tsv", "\t"), ("a.CSV.gz", ",")])
 def test_tables_of_text(tmp_path, name, comma):
     """As Excel writes them; cells are text, and empty ones are left out."""
     rows = ["prompt,answer,score", "hi,007,", '"a\nb,""c""",None,1.50', ""]

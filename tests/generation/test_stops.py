@@ -17,10 +17,16 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from trainer import train_ppo
 from trainer.compute.batch import Batch
 from trainer.compute.batching import Layout
-from trainer.endings import load_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys, uniform
-from trainer.generation.stops import Forbidden, StopStrings, decode, response_texts, without_text
+from trainer.generation.stops import (
+    Forbidden,
+    StopStrings,
+    decode,
+    load_endings,
+    response_texts,
+    without_text,
+)
 
 CASES = [
     ["ab"],

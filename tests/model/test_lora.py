@@ -240,7 +240,7 @@ def test_frozen_weights_that_16_bits_hold_are_kept_in_them_and_nothing_else_chan
     for halved in (False, True):
         with monkeypatch.context() as patch:
             if not halved:
-                patch.setattr(models, "keep_exact", lambda *given: None)
+                patch.setattr(models, "halve_exact", lambda *given: None)
             run, prompts = make_run(saved, critic_init="reward", dtype="bfloat16", **FAST)
         sizes.append(sum(p.numel() * p.element_size() for p in run.models.reference.parameters()))
         means, _ = take_step(

@@ -18,8 +18,15 @@ from transformers.utils import logging as hf_logging
 
 from model import loading
 from model.critic import CriticModel
-from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, tokenizer_source
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, minimind_config_of
+from model.loading import (
+    check_tokenizer,
+    eos_ids,
+    load_policy,
+    load_tokenizer,
+    minimind_config_of,
+    tokenizer_source,
+)
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.saving import save_directory, save_policy
 from trainer.rewards.reward_models import load_reward_model
 

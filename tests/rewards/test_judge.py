@@ -7,7 +7,7 @@ from same_runs import same_weights
 from test_invariants import ALONE
 
 from trainer import train_ppo
-from trainer.rewards.combine import Judge, modules_of
+from trainer.rewards.combine import EvalReward, modules_of
 from trainer.rewards.reward_models import load_reward_model
 from trainer.rollout import RolloutEngine
 from trainer.run import PpoRun
@@ -83,22 +83,22 @@ def test_its_scores_are_sums_of_raw_ones(files, judged, monkeypatch):
 
 def test_one_part_alone_has_no_second_name():
     def found(judge):
-        scores = judge.combine(judge.raw_scores(tiny.request_of(["p"], ["r"])))
+        scores = judge.combine(judge.score_parts(tiny.request_of(["p"], ["r"])))
         assert judge.names == list(scores)
         return {name: x.item() for name, x in scores.items()}
 
     ones = lambda p, r, a: [1.0] * len(r)  # noqa: E731
-    assert found(Judge(functions={"function": (ones, 1.0)})) == {"judge": 1.0}
-    two = Judge({"model": (lambda c: torch.ones(len(c)), 0.5)}, {"function": (ones, 1.0)})
+    assert found(EvalReward(functions={"function": (ones, 1.0)})) == {"judge": 1.0}
+    two = EvalReward({"model": (lambda c: torch.ones(len(c)), 0.5)}, {"function": (ones, 1.0)})
     assert found(two) == {"judge": 1.5, "judge_model": 0.5, "judge_function": 1.0}
-    assert found(Judge()) == {}
+    assert found(EvalReward()) == {}
 
 
 def test_a_judge_is_never_the_critics_start_nor_a_reward(files, judged):
     run = evaluated_run(files | judged | {"reward_model": ""})
     assert set(run.reward.models) == set()
     assert torch.all(run.models.critic.value_head.weight == 0)  # a reward model's head would not be 0
-    assert [type(model).__name__ for model in modules_of(run.reward, run.judge)] == [
+    assert [type(model).__name__ for model in modules_of(run.reward, run.eval_reward)] == [
         "LlamaForSequenceClassification"
     ]
 

@@ -191,7 +191,7 @@ def test_it_scores_as_built_by_hand_and_in_batches(tmp_path, no_lucky_memory, ca
         return model.model.calls
 
     assert sizes_of_batches() == [21]  # short conversations
-    monkeypatch.setattr(reward_models, "tokens_per_pass", lambda device: 64)
+    monkeypatch.setattr(reward_models, "tokens_per_forward", lambda device: 64)
     assert len(sizes_of_batches()) > 3
     model.model.config.use_cache = True
     refused(r"its get_scores failed: AttributeError: .*from_legacy_cache", model, PAIRS)

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import math
+import os
 import shutil
 import signal
 import sys
@@ -31,7 +32,7 @@ from dataset.formats import Keys, TurnText
 from dataset.lm_dataset import RLAIFDataset
 from trainer import train_ppo
 from trainer.rewards import reward_function, rules
-from trainer.rewards.combine import Judge, Reward
+from trainer.rewards.combine import EvalReward, Reward
 from trainer.runs.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -44,8 +45,12 @@ OF_RUN = {"step": 3, "total_steps": 12}
 
 def called(function):
     request = request_of(["p", "q"], ["r", "s"], [None, "a"], records=RECORDS)
-    request.of_run = OF_RUN
+    request.run_values = OF_RUN
     return reward_function.call_reward_function(function, request, 0)[0]
+
+
+def check_fields(function, *given):
+    reward_function.check_fields({"function": (function, 1.0)}, *given)
 
 
 TESTS = [[1, 2], None]
@@ -82,10 +87,10 @@ def test_a_function_gets_what_it_asks_for_by_name(function, given):
 
 def test_a_field_of_the_records_comes_before_the_step_of_the_run():
     data = [SimpleNamespace(columns={"prompt": None}), None, SimpleNamespace(columns={"step": None})]
-    assert reward_function.names_of_run(*data[:2]) == ["step", "total_steps"]
-    assert reward_function.names_of_run(*data) == ["total_steps"]
+    assert [*reward_function.run_values(3, 12, *data[:2])] == ["step", "total_steps", "trainer_state"]
+    assert [*reward_function.run_values(3, 12, *data)] == ["total_steps", "trainer_state"]
     request = request_of(["p", "q"], ["r", "s"], records=[{"step": 1}, {}])
-    request.of_run = {"total_steps": 12}
+    request.run_values = {"total_steps": 12}
     given = reward_function.arguments(lambda p, r, a, step, total_steps: 0, request)
     assert given == {"step": [1, None], "total_steps": 12}
 
@@ -127,9 +132,10 @@ def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside
         "data_sources, solution_strs, ground_truths, extra_infos",  # verl's, of whole batches
         "solution_str, ground_truth, judge",
         "completions, /, **kwargs",
+        "*, prompts, responses, answers",
     ):
         path.write_text(f"def f({names}):\n    return []\n")
-        assert refused(says, load).endswith(f"this one takes ({names.replace(' /,', '')})")
+        assert refused(says, load).endswith(f"this one takes ({names})")
     path.write_text("def deco(g):\n    return lambda *a, **k: g(*a, **k)\n@deco\ndef f(p, r, a): return r\n")
     refused(r"\(\*a, \*\*k\) does not say what the function takes; put @functools\.wraps", load)
     path.write_text("x = 1\n")
@@ -143,6 +149,9 @@ def test_what_cannot_be_called_is_refused_when_it_is_loaded_and_a_mistake_inside
     path.write_text(f"import torch\n{off}def f(p, r, a):\n    {off}    return [1, 2]\n")
     assert called(load()) == [1, 2]
     assert torch.is_grad_enabled()
+    scorer = "from dataclasses import dataclass\n@dataclass\nclass Scorer:\n    x: float\n"
+    path.write_text(scorer + "    def __call__(self, p, r, a):\n        return [self.x] * 2\nf = Scorer(3)\n")
+    assert called(load()) == [3, 3]  # it has no hash
     path.write_text("def f(p, r, a):\n    return r[9]\n")
     refused(r"IndexError: .* at .*f\.py:2; correct the function", called, load())
 
@@ -153,7 +162,7 @@ def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default(tmp_pat
 
     def load(*given):
         [(function, _)] = reward_function.load_reward_functions([f"{path}:f"]).values()
-        reward_function.check_fields_of(function, *given)
+        check_fields(function, *given)
 
     data = SimpleNamespace(columns={"prompt": None, "tests": None}, path="a.jsonl")
     of_run = ["step", "total_steps"]
@@ -293,7 +302,7 @@ def test_an_alarm_that_comes_while_it_is_turned_off_leaves_nothing_behind(monkey
 def as_request(prompts=("p", "q"), records=RECORDS):
     request = request_of(list(prompts), ["r", "s"], [None, "a"], records=records)
     request.ids = [[7, 0], [8]]
-    request.of_run = reward_function.values_of_run(["step", "total_steps"], 3, 12)
+    request.run_values = reward_function.run_values(3, 12)
     return request
 
 
@@ -357,8 +366,9 @@ def test_verls_functions_are_called_once_a_response_with_the_truth_of_its_record
     request = as_request(records=records)
     seen = []
 
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None, method="strict"):
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, method="strict", step=0):
         seen.append((data_source, solution_str, ground_truth, extra_info, method))
+        assert step == 0  # a name of its own, not the run's
         return {"score": torch.tensor(0.5), "acc": True} if data_source else numpy.bool_(True)
 
     assert scored(compute_score, request) == [0.5, 1.0]
@@ -370,8 +380,8 @@ def test_verls_functions_are_called_once_a_response_with_the_truth_of_its_record
     assert {*reward_function.fields_read(compute_score, [*records[0], *records[1]])} == read
     refused(r"score 1 is \{'acc': 1\} \(dict\); it must be", scored, lambda solution_str: {"acc": 1})
     data = SimpleNamespace(columns={"prompt": None}, path="a.jsonl")
-    refused("'data_source' is no key of", reward_function.check_fields_of, compute_score, [], data)
-    reward_function.check_fields_of(short, [], data)
+    refused("'data_source' is no key of", check_fields, compute_score, [], data)
+    check_fields(short, [], data)
 
 
 async def meet(barrier, score):
@@ -425,7 +435,7 @@ def test_the_time_limit_ends_an_async_function():
 def test_a_field_of_the_third_parameters_name_is_not_replaced_by_the_answers(tmp_path):
     def check(function, **record):
         path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", **record}])
-        reward_function.check_fields_of(function, [], RLAIFDataset(path, word_tokenizer("ab", chat=True), 64))
+        check_fields(function, [], RLAIFDataset(path, word_tokenizer("ab", chat=True), 64))
 
     target = lambda prompts, responses, target: 0  # noqa: E731
     says = (
@@ -437,7 +447,7 @@ def test_a_field_of_the_third_parameters_name_is_not_replaced_by_the_answers(tmp
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "target": "so\n#### 4"}])
     keys = Keys(answer="target")
     data = RLAIFDataset(path, word_tokenizer("ab", chat=True), 64, keys=keys)
-    reward_function.check_fields_of(target, [], data)  # the field is named as the answers
+    check_fields(target, [], data)  # the field is named as the answers
     check(lambda prompts, completions, target, **kwargs: 0, answer="4", target="5")
 
 
@@ -446,11 +456,12 @@ def test_what_a_function_needs_beside_it_and_what_it_does_to_the_process(tmp_pat
     (tmp_path / "beside_it.py").write_text("def length(text):\n    return len(text)\n")
     path = tmp_path / "f.py"
     path.write_text(
-        "import sys, torch\nfrom beside_it import length\ntorch.set_default_dtype(torch.float64)\n"
+        "import os, sys, torch\nfrom beside_it import length\ntorch.set_default_dtype(torch.float64)\n"
         "def f(p, r, a):\n    torch.set_default_dtype(torch.float64)\n    torch.set_num_threads(3)\n"
         "    torch.set_default_device('meta')\n    sys.stdout.close()\n    sys.stderr = None\n"
-        "    return [length(x) for x in r]\n"
+        "    os.chdir('/')\n    return [length(x) for x in r]\n"
     )
+    folder = os.getcwd()
     threads = torch.get_num_threads()
     before = sys.path[:]
     stdout, stderr = sys.stdout, sys.stderr
@@ -467,6 +478,7 @@ def test_what_a_function_needs_beside_it_and_what_it_does_to_the_process(tmp_pat
     assert torch.get_default_dtype() == torch.float32
     assert torch.get_num_threads() == threads
     assert torch.zeros(1).device.type == "cpu"
+    assert os.getcwd() == folder
 
 
 # ---------------------------------------------------------------- several functions
@@ -538,14 +550,14 @@ def test_parts_that_say_nothing_leave_the_sum_and_a_response_of_which_none_says_
     }
     assert [*parts] == reward.names
     reward = several(normalize=True)  # each part by its own mean and deviation, then its weight
-    parts = {name: x.tolist() for name, x in reward.combine(reward.raw_scores(request), ALONE).items()}
+    parts = {name: x.tolist() for name, x in reward.combine(reward.score_parts(request), ALONE).items()}
     assert parts["function_right"] == [2.0, -2.0, nan, nan]
     assert parts["function_short"] == [0.5, nan, -0.5, nan]
     assert parts["score"] == [2.5, -3.0, -0.5, nan]
     assert parts["score_raw"] == [1.5, -1.0, -1.5, nan]
     assert reward.state_dict()["function_short"] == {"count": 2, "mean": -2.0, "squares": 2.0}
-    judge = Judge(functions=several().functions)
-    found = {name: x.tolist() for name, x in judge.combine(judge.raw_scores(request)).items()}
+    judge = EvalReward(functions=several().functions)
+    found = {name: x.tolist() for name, x in judge.combine(judge.score_parts(request)).items()}
     assert found["judge"] == [1.5, 0.0, -1.5, nan]
     assert found["judge_function_right"] == [2.0, 0.0, nan, nan]
 
@@ -554,12 +566,12 @@ def test_errors_of_several_functions_say_of_which():
     functions = {"function_f": (lambda *_: [1.0], 1.0), "function_g": (lambda *_: [[(0, 1.0)]], 2.0)}
     reward = Reward(functions=functions)
     request = request_of(["p"], ["r"], records=[{}])
-    assert reward.raw_scores(request).steps == [[(0, 2.0)]]
+    assert reward.score_parts(request).steps == [[(0, 2.0)]]
     reward.normalize_reward = True
     refused(r"^--reward_fn g: with several functions --normalize_reward 1 needs numbers", reward, request)
     functions["function_f"] = (lambda *_: [], 1.0)
     refused(r"^--reward_fn f: returned 0 scores for 1", reward, request)
-    refused(r"^--eval_reward_fn f: returned 0 scores for 1", Judge(functions=functions), request)
+    refused(r"^--eval_reward_fn f: returned 0 scores for 1", EvalReward(functions=functions), request)
 
 
 # One of each kind; none of them says anything of the prompt "a".

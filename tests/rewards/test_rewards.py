@@ -23,12 +23,12 @@ from trainer import train_ppo
 from trainer.compute.precision import round_frozen
 from trainer.inputs import DEMO
 from trainer.rewards.combine import (
-    Judge,
+    EvalReward,
     RawScores,
     Reward,
     RunningStats,
     load_models,
-    make_judge,
+    make_eval_reward,
     make_reward,
 )
 from trainer.rewards.reward_function import Request
@@ -133,7 +133,7 @@ def test_the_beginning_in_the_prompt_belongs_to_the_answer():
 def test_parts_and_their_sum(case):
     fields, responses, wanted, *more = case
     reward = Reward(**fields)
-    raw = reward.raw_scores(tiny.request_of(list("pqr")[: len(responses)], responses, **dict(*more)))
+    raw = reward.score_parts(tiny.request_of(list("pqr")[: len(responses)], responses, **dict(*more)))
     parts = reward.combine(raw, ALONE)
     assert {name: x.tolist() for name, x in parts.items()} == {n: pytest.approx(x) for n, x in wanted.items()}
     assert list(parts) == list(wanted) == reward.names
@@ -179,7 +179,7 @@ RESPONSES = [
 @pytest.mark.parametrize("kind", ["rewards", "reasoning", "normalised", "judge"])
 def test_each_response_of_a_batch_is_scored_as_if_it_were_alone(kind):
     """Part by part: with its own prompt, answer, record, length and end, and the scores of its own block."""
-    reward = (Judge if kind == "judge" else Reward)(**ROWS, reasoning=kind == "reasoning")
+    reward = (EvalReward if kind == "judge" else Reward)(**ROWS, reasoning=kind == "reasoning")
     if kind == "normalised":
         reward.normalize_reward = True
         reward.running = {name: RunningStats(4, 0.5, 9.0) for name in ("m", "n", "server")}
@@ -193,14 +193,14 @@ def test_each_response_of_a_batch_is_scored_as_if_it_were_alone(kind):
         lengths=[2 + n for n in rows],
         texts=[f"text {n}" + "</think>" * (n == 4) for n in rows],
     )
-    raw = reward.raw_scores(whole)
+    raw = reward.score_parts(whole)
     parts = reward.combine(raw)
     for name, x in {**raw.parts, **parts}.items():
         assert not x.equal(x.flip(0)), f"{name}: rows that change places would not be noticed"
     assert raw.blocks["m"].isfinite().sum() == (3 if kind == "reasoning" else 0)
     for n in rows:
         own = [[x[n]] for x in (whole.prompts, whole.responses, whole.finished, whole.lengths)]
-        alone = reward.raw_scores(Request(*own))
+        alone = reward.score_parts(Request(*own))
         pairs = (raw.parts, alone.parts), (raw.blocks, alone.blocks), (parts, reward.combine(alone))
         for found, wanted in pairs:
             found = {name: x[n].item() for name, x in found.items()}
@@ -216,7 +216,7 @@ def test_a_score_is_at_its_limit_where_the_clip_holds_it():
     other = judging({said: 4.0 * (said == "p: c") for said in table})
     for more, wanted in (({}, [1, 1, 0, 0]), ({"other": other}, [1, 1, 1, 0])):
         reward = Reward({"model": judging(table, -0.5)} | more, reasoning=True)
-        raw = reward.raw_scores(tiny.request_of(["p"] * 4, ["a", "b", "c", GOOD]))
+        raw = reward.score_parts(tiny.request_of(["p"] * 4, ["a", "b", "c", GOOD]))
         assert reward.at_limit(raw).tolist() == wanted
 
 
@@ -260,7 +260,9 @@ def test_normalised_scores_by_hand():
     block = "a<answer>x</answer>"
     table = {f"p: {block}": 10.0, "p: x": 30.0, "p: b": 20.0, "p: c": 30.0, "p: d": 100.0}
     reward = Reward({"model": judging(table, 2.0)}, reasoning=True, normalize_reward=True)
-    first, later = (reward.raw_scores(tiny.request_of(["p"] * len(x), x)) for x in ([block, "b", "c"], ["d"]))
+    first, later = (
+        reward.score_parts(tiny.request_of(["p"] * len(x), x)) for x in ([block, "b", "c"], ["d"])
+    )
     parts = reward.combine(first, ALONE)
     close(reward.running["model"], RunningStats(3, 20.0, 200.0))
     unit = math.sqrt(200 / 3)
@@ -318,7 +320,7 @@ def test_a_step_logs_the_mean_of_each_part_and_the_share_at_the_limit(tmp_path):
 def test_what_is_no_number_or_no_reward_model_is_refused(tmp_path):
     reward = Reward({"model": judging({"p: a": math.nan})})
     says = '--reward_model: the score nan for the response "a"'
-    tiny.refused(says, reward.raw_scores, tiny.request_of(["p"], ["a"]))
+    tiny.refused(says, reward.score_parts, tiny.request_of(["p"], ["a"]))
     path = tiny.save_reward_dir(tmp_path, tiny.word_tokenizer(WORDS), num_labels=2)
     tiny.refused("--reward_model .*: it has 2 labels", load_reward_model, path, CPU)
 
@@ -445,7 +447,7 @@ TURNS = [{"role": "system", "content": "s "}, tiny.user("a"), tiny.assistant("b"
 def test_with_merge_history_reward_models_read_one_message_as_minimind_writes_it():
     asked = []
     args = train_ppo.parse_args(["--merge_history", "1", "--eval_reward_model", "x"])
-    for reward in (make_reward(args, {}), make_judge(args, {})):
+    for reward in (make_reward(args, {}), make_eval_reward(args, {})):
         reward.models = {"model": (lambda pairs: asked.append(pairs) or torch.zeros(len(pairs)), 1.0)}
         reward(tiny.request_of([TURNS, "plain", [tiny.user("one")]], ["x", "y", "z"]))
     wanted = [([tiny.user(MERGED)], "x"), ("plain", "y"), ([tiny.user("one")], "z")]

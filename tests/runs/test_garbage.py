@@ -11,7 +11,8 @@ from tiny import read_jsonl, run_files, train
 from trainer.runs.base import Progress
 from trainer.runs.distributed import World
 from trainer.runs.run_logger import NullLogger
-from trainer.session import collected_between_steps, conclude_step
+from trainer.runs.signals import StopRequest
+from trainer.session import Session, collected_between_steps
 
 UNFREEZES = True  # see conftest.py
 
@@ -44,7 +45,7 @@ def test_circles_are_freed_between_steps_and_not_before():
         del circle
         garbage = [[] for _ in range(10_000)]  # would make Python look for garbage
         assert seen() is not None
-        conclude_step(run, NullLogger(), {}, {})
+        Session(run, run.world, NullLogger(), StopRequest())._log({}, {})
         assert seen() is None
     assert garbage
     assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)

@@ -9,7 +9,7 @@ from tiny import ROOT, flags, health_of, read_jsonl, run_files, save_reward_dir,
 
 from trainer import train_ppo
 from trainer.run import turns_of
-from trainer.runs.health import RULES, TABLE, WINDOW, Health, Past, one_line, spread_of_steps
+from trainer.runs.health import RULES, TABLE, WINDOW, Health, History, one_line, spread_of_steps
 
 DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")  # python trainer/train_ppo.py, seed 42
 # A step as the demo's, a little rounded.
@@ -77,7 +77,7 @@ def test_a_healthy_run_has_no_finding_and_neither_have_stages_1_and_2_and_what_i
         assert found_in(changes) == {}
     for rule in RULES:
         assert rule.look or rule.wrong
-        assert not Past({}).holds([*rule.look, *rule.wrong]), rule.name
+        assert not History({}).shown_by([*rule.look, *rule.wrong]), rule.name
 
 
 # What a step shows, how many such steps it takes, and the finding. The next smaller number is no finding.
@@ -110,6 +110,7 @@ ONE_NUMBER = """
     rollout/repetition        0.21   0.19    3  repetition          look
     rollout/repetition        0.65   -       3  repetition          wrong
     reward/at_limit           0.21   0.19    3  scores_at_limit     look
+    reward/unscored           1      0.98    1  nothing_scored      look
     reward/format             0.009  0.011   3  format_unknown      look
     reward/score_std          101    99      2  kl_weighs_nothing   look
     rollout/equal_groups      0.81   0.79    5  groups_alike        look
@@ -588,13 +589,11 @@ def test_the_spread_of_steps_is_that_of_their_noise_and_not_of_their_trend():
 
 
 def test_evaluations_by_other_records_or_another_judge_are_left_out_once_there_are_new_ones():
-    past = Past(
-        {"facts": {"evaluated_by": {"eval/": [[0, "a"], [3, "b"]], "eval/judge": [[0, ""], [5, "x"]]}}}
-    )
+    history = History({"facts": {"evaluated_by": "b", "evaluated_since": 3}})
     found = []
     for step in range(6):
-        past.add({"step": step, "reward/score": step, "eval/score": step, "eval/judge": -step})
-        found.append((past.since, past.ends("eval/score"), past.ends("eval/judge")))
+        history.add({"step": step, "reward/score": step, "eval/score": step, "eval/judge": -step})
+        found.append((history.since, history.ends("eval/score"), history.ends("eval/judge")))
     assert found[2] == (0, (0, 2), (0, -2))
-    assert found[3:] == [(3, None, None), (3, (3, 4), (-3, -4)), (3, (3, 5), None)]
-    assert len(past.values["reward/score"]) == 6
+    assert found[3:] == [(3, None, None), (3, (3, 4), (-3, -4)), (3, (3, 5), (-3, -5))]
+    assert len(history.values["reward/score"]) == 6

@@ -81,12 +81,12 @@ def written(folder, times=1, findings=(), long_text=""):
             rows = [{**row, "response": row["response"] + long_text * row["step"]} for row in rows]
         write_jsonl(folder / name, rows)
     config = json.loads((folder / "config.json").read_text())
-    past = health_of(read_jsonl(folder / "metrics.jsonl"), config).past
+    history = health_of(read_jsonl(folder / "metrics.jsonl"), config).history
     args = train_ppo.flag_parser().parse_args(["--batch_size", "8"])
     run = SimpleNamespace(args=args, display=displays.PPO, total_steps=6 * times, script="train_ppo.py")
     run.best_note, run.result_path, run.progress = lambda: "", None, SimpleNamespace(step=6 * times)
     run.saved_step, run.folder = 6, folder
-    write_report(run, SimpleNamespace(past=past, sorted=list(findings)), "ended")
+    write_report(run, SimpleNamespace(history=history, sorted=list(findings)), "ended")
     return folder / "report.html"
 
 
@@ -197,14 +197,14 @@ def test_findings_come_first_with_all_they_say(undrawn):
 
 def test_panels_that_a_run_has_numbers_for_are_drawn_with_marks_at_the_steps_of_findings(tmp_path):
     kl = {"kl/k3": 0.1, "kl/k1": 0.2}
-    past = health_of({"step": n, "reward/score": float(n % 2), **kl} for n in range(1, 9)).past
+    history = health_of({"step": n, "reward/score": float(n % 2), **kl} for n in range(1, 9)).history
     panels = displays.PPO.panels
-    drawn = draw_svgs(past, panels, [finding("wrong", 2), finding("look", 4), finding("look", 4)])
+    drawn = draw_svgs(history, panels, [finding("wrong", 2), finding("look", 4), finding("look", 4)])
     assert list(drawn) == ["score", "KL to the reference (nats a token)"]
     assert [drawn["score"].count(f"stroke: var(--{level})") for level in ("ca", "cb")] == [1, 2]
-    assert list(panels[3].curves(past.values)) == ["kl/k1", "kl/k3"]
-    assert draw_svgs(past, displays.SFT.panels, []) == {}
-    folders = health_of([{"step": 1, "reward/model_$a_$": 1.0}]).past  # no formula
+    assert list(panels[3].curves(history.values)) == ["kl/k1", "kl/k3"]
+    assert draw_svgs(history, displays.SFT.panels, []) == {}
+    folders = health_of([{"step": 1, "reward/model_$a_$": 1.0}]).history  # no formula
     draw_png(folders, panels, tmp_path / "curves.png")
 
 
@@ -217,7 +217,7 @@ def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, m
 
     monkeypatch.setitem(sys.modules, forks.PLOTS, forks.NO_PLOTS)
     monkeypatch.setattr(run_logger, "write_report", noted)
-    monkeypatch.setattr(run_logger, "SHARE", 0)
+    monkeypatch.setattr(run_logger, "REPORT_PAUSE", 0)
     monkeypatch.setenv("FAULT", "os.kill(os.getpid(), 15)")
     monkeypatch.setenv("FAULT_AT", "4")  # two calls are the first evaluation
     with pytest.raises(SystemExit):

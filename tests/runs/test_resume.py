@@ -23,7 +23,7 @@ from model.loading import load_policy
 from trainer import train_ppo
 from trainer.runs import base, checkpoints, displays
 from trainer.runs.distributed import World
-from trainer.runs.resume import RunFolder, sources_so_far
+from trainer.runs.resume import RunFolder, evaluated_since
 from trainer.runs.run_logger import RunLogger
 
 RUN = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 6, "ppo_epochs": 2, "epochs": 9}
@@ -381,20 +381,19 @@ def test_no_run_folder_is_named_like_a_result_and_it_goes_only_where_it_holds_no
 
 
 def test_what_evaluations_depended_on_is_known_for_the_steps_that_the_run_keeps():
-    found = []
-    for first, now, wanted in (
-        (4, "a", [[0, "a"]]),  # a run of before, which did not say it
-        (5, "b", [[0, "a"], [5, "b"]]),
-        (5, "a", [[0, "a"]]),  # b's run was killed before its first checkpoint
-        (5, "b", [[0, "a"], [5, "b"]]),
-        (7, "", [[0, "a"], [5, "b"]]),  # nothing is evaluated
-        (8, "b", [[0, "a"], [5, "b"]]),
-        (9, "c", [[0, "a"], [5, "b"], [9, "c"]]),
-        (3, "a", [[0, "a"]]),  # an older checkpoint
-        (0, "b", [[0, "b"]]),
+    facts = {"evaluated_by": {"eval/": [[0, "a"]]}}  # of a run of before, which did not say since when
+    for first, now, since in (
+        (4, "a", 0),
+        (5, "b", 5),
+        (7, "b", 5),
+        (3, "b", 3),  # an older checkpoint
+        (9, "c", 9),
+        (9, "", 9),  # nothing is evaluated
+        (0, "b", 0),
     ):
-        found = sources_so_far(found, now, first)
-        assert found == wanted
+        facts = {"evaluated_by": now, "evaluated_since": evaluated_since(facts, now, first)}
+        assert facts["evaluated_since"] == since
+    assert evaluated_since({}, "a", 4) == 0
 
 
 def test_a_folder_in_use_is_refused_until_its_process_has_ended(files, tmp_path):

@@ -28,7 +28,7 @@ NOISY = [0.1 * (-1) ** n for n in range(40)]  # s = 0.1772
 
 def verdict(records, display=PPO, batch_size=8, held_out=0, **facts):
     config = {"batch_size": batch_size, "processes": 1, "facts": {"held_out": held_out, **facts}}
-    return report.in_words(SimpleNamespace(display=display), health_of(records, config).past, "ended")
+    return report.in_words(SimpleNamespace(display=display), health_of(records, config).history, "ended")
 
 
 def steps_of(rise=0.0, name="reward/score"):
@@ -188,7 +188,7 @@ def test_normalised_scores_are_not_compared_but_the_raw_ones():
     words = verdict(records, held_out=32)
     assert words[0] == "The raw score rose from 5.000 to 6.000 on 32 held-out prompts."
     assert any("--normalize_reward" in text for text in words)
-    assert ["reward/score_raw", "5", "5"] in report.table(PPO, health_of(records).past)
+    assert ["reward/score_raw", "5", "5"] in report.table(PPO, health_of(records).history)
 
 
 def test_the_table_has_first_and_last():
@@ -197,24 +197,24 @@ def test_the_table_has_first_and_last():
     records = [{"step": n, "reward/score": float(n), "eval/score": n, **same} for n in range(1, 21)]
     records[11]["reward/score"] = 99.0
     records[0]["eval/format_rate_greedy"] = records[19]["eval/format_rate_greedy"] = 0.25
-    assert report.table(PPO, health_of(records).past) == [
+    assert report.table(PPO, health_of(records).history) == [
         ["", "first", "last"],
         ["eval/format_rate_greedy (share of the answers)", "0.25", "0.25"],
         ["eval/score", "1", "20"],
         ["reward/score", "1.5", "19.5"],
         ["reward/format (reward units)", "0.5", "0.5"],
     ]
-    assert report.table(PPO, health_of(records[:1]).past)[1:] == []  # nothing to compare
+    assert report.table(PPO, health_of(records[:1]).history)[1:] == []  # nothing to compare
 
 
 def test_every_part_of_the_reward_has_a_curve_and_evaluations_and_single_steps_have_markers():
     parts = {"reward/function": 1.0, "reward/missing_eos": 0.0, "reward/score": 2.0, "rollout/finished": 1.0}
     records = [{"step": 0, "eval/score": 1.0}, *({"step": n, **parts} for n in (1, 2))]
     for steps, marker in ((1, "o"), (2, "None")):
-        past = health_of(records[: 1 + steps]).past
+        history = health_of(records[: 1 + steps]).history
         axes = [Figure().subplots() for _ in range(3)]
         for axis, panel in zip(axes, PPO.panels, strict=False):
-            draw_panel(axis, panel, past)
+            draw_panel(axis, panel, history)
         assert [panel.title for panel in PPO.panels[:2]] == ["score", "parts of the reward (training)"]
         assert [[(line.get_label(), line.get_marker()) for line in axis.lines] for axis in axes] == [
             [("training", marker), ("held out, sampled", "o")],
@@ -325,8 +325,8 @@ def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path,
     assert "\nwarm-up  at first only the critic trains: --critic_warmup_steps 2\n" in said
     assert "run      4 steps of 8 responses, 1 x cpu in torch." in said
     assert f"critic   starts from {files['reward_model']} (--critic_init)" in said
-    past = health_of(read_jsonl(out / "r" / "metrics.jsonl")).past
-    parts = displays.metric_names(displays.PARTS, past.values)
+    history = health_of(read_jsonl(out / "r" / "metrics.jsonl")).history
+    parts = displays.metric_names(displays.PARTS, history.values)
     (named,) = (line for line in said.splitlines() if line.startswith("reward   "))
     assert {*named.removeprefix("reward   ").split(" + ")} == {name.removeprefix("reward/") for name in parts}
     actor = ["clip" in line for line in said.splitlines() if line.startswith("step ")]

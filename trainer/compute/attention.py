@@ -4,7 +4,7 @@ transformers passes the queries, keys and values of every layer to the function 
 the model's attention implementation. Ours handles two layouts that plain attention does not:
 
 - packed: sequences one behind the other in one row, so that the rest of the model computes real tokens only
-  (``Layout.starts`` in batching.py: where each sequence begins, and where the last one ends). On a CPU
+  (``Layout.cu_seqlens`` in batching.py: where each sequence begins, and where the last one ends). On a CPU
   ``rotated_attention``, which is compiled, computes them as they lie, on a GPU ``_flash_attention`` does.
   Where these cannot run, the sequences are padded to a batch, for attention alone;
 - decode: one query a row, over a preallocated cache (generation/kv_cache.py).
@@ -30,7 +30,7 @@ from trainer.compute.precision import compute_dtype
 ATTENTION = "small_lm"
 # Largest length times head_dim of compiled attention: its arrays lie on a thread's stack
 MAX_COMPILED_SIZE = 1 << 16
-LANES = 16  # the size of the largest vector; compiled attention fills head_dim up to whole vectors
+LARGEST_VECTOR = 16  # numbers; compiled attention fills head_dim up to whole vectors
 FLASH_DEVICE = "cuda"
 TRIED_LENGTHS = [9, 1, 6]  # of the sequences with which flash attention is tried
 
@@ -68,8 +68,8 @@ def _causal_attention(query, key, value, window, scaling):
     length = query.shape[2]
     mask = None
     if window and window < length:
-        places = torch.arange(length, device=query.device)
-        mask = ~hidden_places(places[:, None] - places, window)
+        position = torch.arange(length, device=query.device)
+        mask = ~hidden_places(position[:, None] - position, window)
     if not query.is_cpu:  # with ``enable_gqa`` a GPU may write all T x T scores to memory
         repeats = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(repeats, 1)
@@ -85,14 +85,14 @@ def _padded_attention(query, key, value, packing, window, scaling):
     query [N, heads, dim], key and value [N, their own number of heads, their dim].
     """
     count = len(packing.lengths)
-    place = packing.row * packing.longest + packing.position
+    index = packing.row * packing.longest + packing.position
 
     def padded(x):  # [sequences, heads, longest, dim]
-        flat = x.new_zeros(count * packing.longest, *x.shape[1:]).index_copy_(0, place, x)
+        flat = x.new_zeros(count * packing.longest, *x.shape[1:]).index_copy_(0, index, x)
         return flat.unflatten(0, (count, -1)).transpose(1, 2)
 
     out = _causal_attention(padded(query), padded(key), padded(value), window, scaling)
-    return out.flatten(0, 1).index_select(0, place)
+    return out.flatten(0, 1).index_select(0, index)
 
 
 def rotated_attention(
@@ -110,23 +110,26 @@ def rotated_attention(
     query, key, value [1, tokens, heads, head_dim]; cos and sin [1, tokens, 1, head_dim], by which queries and
     keys are rotated here.
     """
-    if packing is None or packing.longest * max(LANES, query.shape[3]) > MAX_COMPILED_SIZE:
+    if packing is None or packing.longest * max(LARGEST_VECTOR, query.shape[3]) > MAX_COMPILED_SIZE:
         return None
     kernels = kernels_for(query, key, value, cos, sin) if query.is_cpu else None
     if kernels is None:
         return None
 
     _, _, heads, dim = query.shape
-    sizes = (len(packing.lengths), heads, key.shape[2], dim, window or packing.longest, scaling)
+    kv_heads = key.shape[2]
+    sizes = (len(packing.lengths), heads, kv_heads, dim, window or packing.longest, scaling)
 
     def forward(query, key, value):
         out = torch.empty_like(query)
-        kernels.call("attention", *sizes, query, key, value, cos, sin, packing.starts, out)
+        kernels.call("attention", *sizes, query, key, value, cos, sin, packing.cu_seqlens, out)
         return out, (query, key, value)
 
     def gradient(query, key, value, grad):
         grads = [torch.empty_like(x) for x in (query, key, value)]
-        kernels.call("attention_backward", *sizes, query, key, value, cos, sin, packing.starts, grad, *grads)
+        kernels.call(
+            "attention_backward", *sizes, query, key, value, cos, sin, packing.cu_seqlens, grad, *grads
+        )
         return grads
 
     return differentiable(forward, gradient, query, key, value)
@@ -139,13 +142,13 @@ def _flash_attention(query, key, value, packing, window, scaling):
     from torch.nn.attention.varlen import varlen_attn
 
     dtype = compute_dtype(query)
-    starts = packing.starts.int()
-    most = packing.longest
+    cu_seqlens = packing.cu_seqlens.int()
+    longest = packing.longest
     back = (window or 0) - 1  # how many earlier tokens one sees, -1: all
     # torch 2.11 takes grouped heads as they are
     more: Any = {"enable_gqa": True} if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()) else {}
     return varlen_attn(
-        query.to(dtype), key.to(dtype), value.to(dtype), starts, starts, most, most,
+        query.to(dtype), key.to(dtype), value.to(dtype), cu_seqlens, cu_seqlens, longest, longest,
         scale=scaling, window_size=(back, 0), **more,
     )  # fmt: skip
 

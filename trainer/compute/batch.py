@@ -106,12 +106,12 @@ class Batch:
         prompt_len = [self.layout.prompt_len[row] for row in rows]
         response_len = [self.layout.response_len[row] for row in rows]
         layout = Layout.of_responses(prompt_len, response_len, device)
-        places = send(torch.tensor(rows), device)
+        index = send(torch.tensor(rows), device)
         picked: dict[str, Any] = {}
         for name, x in self.tensors().items():
             if x.dim() == 2:
                 x = x[:, : layout.longest if name == "tokens" else layout.shape[1]]
-            picked[name] = x[places]
+            picked[name] = x[index]
         if self.texts:
             picked["prompts"] = [self.prompts[row] for row in rows]
             picked["texts"] = [self.texts[row] for row in rows]
@@ -168,9 +168,9 @@ def new_batch(
     counts = response_len.tolist()
     width = max(counts)
     answers = zip(prompt_ids, tokens.tolist(), counts, strict=True)
-    whole, lengths = pad_right([[*prompt, *ids[:n]] for prompt, ids, n in answers], tokens.device)
+    padded, lengths = pad_right([[*prompt, *ids[:n]] for prompt, ids, n in answers], tokens.device)
     return Batch(
-        tokens=whole,
+        tokens=padded,
         prompt_len=lengths - response_len,
         response_len=response_len.clone(),  # the engine's own tensors change in its next call
         finished=finished.clone(),

@@ -7,6 +7,7 @@ the host. So the tables that say where tokens lie are made there, once for all f
 (``Layout``), and copied to the device in one piece: a GPU is never waited for.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -21,19 +22,36 @@ Device = torch.device | str
 NO_FP64 = "mps"  # a Mac's GPU
 
 
-def tokens_per_pass(device: torch.device) -> int:
-    """The most tokens of one forward: few on a CPU, for activations in its cache; more to keep a GPU busy."""
-    return 1 << 11 if device.type == "cpu" else 1 << 13
+def tokens_per_forward(device: torch.device, sharded: bool = False) -> int:
+    """The most tokens of one forward, in sampling, scoring and training: few on a CPU, for activations in its
+    cache; more to keep a GPU busy. Training may take fewer (``tokens_per_micro_batch``).
+
+    sharded: of training with --shard 1, where each forward on a GPU fetches all weights. memory_plan.py
+    halves the number until it fits."""
+    if device.type == "cpu":
+        return 1 << 11
+    # With deterministic algorithms the size does not follow from the memory that is free.
+    return 1 << 16 if sharded and not torch.are_deterministic_algorithms_enabled() else 1 << 13
 
 
-def pass_size(count: int, longest: int, tokens: int) -> int:
+def tokens_per_micro_batch(limit: int, lengths: Sequence[int], pieces: int) -> int:
+    """The most tokens of a micro-batch, to learn from a minibatch of sequences of these lengths: ``limit``,
+    but no more than all of it has, or with --accumulation_steps one of ``pieces`` of about equal size.
+
+    limit: ``tokens_per_forward`` at first, halved where memory runs out (``Progress.token_budget``)."""
+    if pieces == 1:
+        return min(limit, _forward_size(len(lengths), max(lengths), sum(lengths)))
+    return min(limit, math.ceil(sum(lengths) / pieces))
+
+
+def _forward_size(count, longest, tokens):
     """The size of a forward over ``count`` rows, in tokens: the real tokens, or half of the padded tokens,
     whichever is more. Only models that cannot pack rows compute the padding; the rule is the same for all."""
-    return max(tokens, -(-count * longest // 2))
+    return max(tokens, math.ceil(count * longest / 2))
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Cut rows into micro-batches of at least one row, whose ``pass_size`` is at most ``token_budget``.
+    """Cut rows into micro-batches of at least one row, whose size is at most ``token_budget`` tokens.
 
     Rows are sorted by length first, longest first. So a micro-batch has little padding, and memory runs out
     in the first one or never. lengths: of B rows -> lists of row numbers, each row in one.
@@ -42,7 +60,7 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     tokens = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         tokens += lengths[row]
-        if batches and pass_size(len(batches[-1]) + 1, lengths[batches[-1][0]], tokens) <= token_budget:
+        if batches and _forward_size(len(batches[-1]) + 1, lengths[batches[-1][0]], tokens) <= token_budget:
             batches[-1].append(row)
         else:
             batches.append([row])
@@ -50,7 +68,7 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return batches
 
 
-def halves(rows: list[int]) -> list[list[int]]:
+def halve(rows: list[int]) -> list[list[int]]:
     """A list of several rows -> its two halves."""
     half = len(rows) // 2
     return [rows[:half], rows[half:]]
@@ -108,12 +126,12 @@ class Layout:
         self.lengths = [int(x) for x in lengths]
         self.longest = max(self.lengths)
         row, position = _ragged(self.lengths)
-        starts = np.cumsum([0, *self.lengths])
-        arrays = [starts, self.lengths, row, position, predicted_by, response]
-        joint = torch.from_numpy(np.concatenate(arrays).astype(np.int64))
-        tensors = send(joint, device).split([len(x) for x in arrays])  # one copy to the device
+        cu_seqlens = np.cumsum([0, *self.lengths])
+        arrays = [cu_seqlens, self.lengths, row, position, predicted_by, response]
+        tables = torch.from_numpy(np.concatenate(arrays).astype(np.int64))
+        tensors = send(tables, device).split([len(x) for x in arrays])  # one copy to the device
         # [B + 1] the first place of each sequence and the end; [B]; [N] of each token in right-padded rows
-        self.starts, self.length, self.row, self.position = tensors[:4]
+        self.cu_seqlens, self.length, self.row, self.position = tensors[:4]
         # [M] the place among the N tokens of the state that predicts each wanted token, which is the next;
         # with responses, the token's place in [B, R], flat
         self.predicted_by, self.response = tensors[4:]
@@ -135,9 +153,9 @@ class Layout:
         layout.shape = len(prompt), width
         return layout
 
-    def spread(self, flat: Tensor) -> Tensor:
+    def scatter(self, flat: Tensor) -> Tensor:
         """flat [M], a number for each response token -> [B, R], 0 elsewhere. Keeps gradients. Of a layout
-        without responses it stays as it is."""
+        without responses: flat as it is."""
         rows, width = self.shape
         if not rows:
             return flat

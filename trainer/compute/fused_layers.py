@@ -86,10 +86,10 @@ def _rotate(x, cos, sin):
 
 def mlp_forward(mlp: Any, x: Tensor) -> Tensor:
     """``forward`` of the gated feed-forward: down(silu(gate(x)) * up(x))"""
-    if hasattr(mlp, "gate_up"):  # the sampler's copy has the two in one
-        joint = mlp.gate_up(x)
-        gate, up = joint.chunk(2, -1)
-        kernels = kernels_for(joint)
+    if hasattr(mlp, "gate_up"):  # the sampler's copy has the two in one layer
+        gate_up = mlp.gate_up(x)
+        gate, up = gate_up.chunk(2, -1)
+        kernels = kernels_for(gate_up)
     else:
         gate = mlp.gate_proj(x)
         up = mlp.up_proj(x)

@@ -70,8 +70,8 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, forward, gradient, *inputs):
-        out, kept = forward(*inputs)
-        ctx.save_for_backward(*kept)
+        out, saved = forward(*inputs)
+        ctx.save_for_backward(*saved)
         ctx.gradient = gradient
         return out
 
@@ -146,19 +146,24 @@ def few_layers(model: nn.Module) -> Iterator[None]:
     wrong in a trial of all layers goes wrong with these. A model whose layers transformers does not mark
     keeps all."""
     config: Any = model.config
-    places = []  # (module, name of its list of layers, that list)
+    lists = []  # (module, name of its list of layers, that list)
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and all(
                 isinstance(layer, GradientCheckpointingLayer) for layer in child
             ):
-                places.append((module, name, child))
+                lists.append((module, name, child))
     before = getattr(config, "num_hidden_layers", None)
-    if len(places) != 1 or len(places[0][2]) != before:  # several lists, as of an encoder and a decoder
+    if len(lists) != 1 or len(lists[0][2]) != before:  # several lists, as of an encoder and a decoder
         yield
         return
-    [(module, name, layers)] = places
-    kinds = [_kind(layer, number, config) for number, layer in enumerate(layers)]
+    [(module, name, layers)] = lists
+    # What tells layers apart: their modules, with the sizes that these show, and lists in the config.
+    listed = [x for x in vars(config).values() if isinstance(x, list) and len(x) == before]
+    kinds = [
+        (repr(layer), [type(part) for part in layer.modules()], [x[number] for x in listed])
+        for number, layer in enumerate(layers)
+    ]
     count = max(LEAST_LAYERS, *(kinds.index(kind) + 1 for kind in kinds))
     try:
         setattr(module, name, layers[:count])
@@ -167,19 +172,3 @@ def few_layers(model: nn.Module) -> Iterator[None]:
     finally:
         setattr(module, name, layers)
         config.num_hidden_layers = before
-
-
-def _kind(layer, number, config):
-    """What tells layers apart, besides their numbers and their weights: modules, settings, shapes, and what
-    the config says of each layer."""
-    said = [x[number] for x in vars(config).values() if isinstance(x, list) and number < len(x)]
-    parts: list[object] = [repr(said)]
-    for name, module in layer.named_modules():
-        settings = [
-            (key, value)
-            for key, value in vars(module).items()
-            if isinstance(value, str | int | float | None) and key not in ("layer_idx", "layer_id")
-        ]
-        shapes = [(key, p.shape) for key, p in module.named_parameters(recurse=False)]
-        parts.append((name, type(module), settings, shapes))
-    return parts

@@ -21,7 +21,7 @@ from trainer.compute.precision import compute_dtype, rows_to_add
 # Logits in one chunk [tokens, vocabulary]: 8 MiB in fp32 fit a CPU's cache. 512 MiB on a GPU are 832 tokens
 # where the vocabulary is 152,000: so many that the products take far longer than reading and writing the
 # weight's gradient, which is done once a chunk
-CHUNK = {"cpu": 1 << 21, "cuda": 1 << 27, "mps": 1 << 24}
+LOGITS_PER_CHUNK = {"cpu": 1 << 21, "cuda": 1 << 27, "mps": 1 << 24}
 GPU = "cuda"  # the kind of device whose kernels read logits twice
 MIN_CHUNK_TOKENS = 64  # the fewest tokens in a chunk, because each chunk reads all weights of the head
 # At most so many numbers are kept from forward to backward: probabilities, or a GPU's logits of one chunk
@@ -33,13 +33,13 @@ def token_logprobs(
     states: Tensor,
     targets: Tensor,
     temperature: float,
-    forbid_: Callable[[Tensor, slice], None] | None = None,
+    forbid: Callable[[Tensor, slice], None] | None = None,
     learn_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each token, and entropy, under softmax(head(states) / temperature), in fp32.
 
     head: [V, H]; states [N, H]; targets [N] -> logprobs [N] (differentiable), entropy [N] (has a gradient
-    only with ``learn_entropy``). Under autocast the products run in its dtype. forbid_: None, or what changes
+    only with ``learn_entropy``). Under autocast the products run in its dtype. forbid: None, or what changes
     the logits first (``Forbidden.of``); a target must not be forbidden."""
     count = len(states)
     more = rows_to_add(count, head.weight)
@@ -50,15 +50,15 @@ def token_logprobs(
     dtype = compute_dtype(head.weight)
     kind = states.device.type
     gpu = kernels_of(kind) if kind == GPU else None
-    size = MIN_CHUNK_TOKENS * max(1, CHUNK[kind] // (MIN_CHUNK_TOKENS * len(head.weight)))
+    size = MIN_CHUNK_TOKENS * max(1, LOGITS_PER_CHUNK[kind] // (MIN_CHUNK_TOKENS * len(head.weight)))
     chunks = [slice(start, start + size) for start in range(0, count + more, size)]
     keeps = torch.is_grad_enabled() and (count + more) * len(head.weight) <= MAX_KEPT[kind]
     kept = []  # of each chunk the logits (a GPU's kernels), or the probabilities
 
     def logits_of(c, states, weight, bias):
         logits = head_logits(states[c], weight, bias, dtype)
-        if forbid_:
-            forbid_(logits, c)
+        if forbid:
+            forbid(logits, c)
         return logits
 
     def forward(states, weight, bias):

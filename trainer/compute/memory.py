@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from errors import InputError
 from progress_bar import phase
-from trainer.compute.batching import halves, micro_batches
+from trainer.compute.batching import halve, micro_batches
 from trainer.compute.threads import least_of_groups
 
 # How torch, CUDA, Triton ("out of memory") and cuBLAS say that memory ran out
-FULL = (
+OUT_OF_MEMORY = (
     "can't allocate memory",
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -40,7 +40,7 @@ FULL = (
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that memory ran out, of the device or of the machine."""
-    return any(text in str(error) for text in FULL)
+    return any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def attempt(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
@@ -76,25 +76,25 @@ def each_micro_batch(
     token_budget: int,
     work: Callable[[list[int]], object],
     name: str = "scoring",
-    in_step: Any = None,  # ``InStep``, of sharding.py
+    shard_group: Any = None,  # ``ShardGroup``, of sharding.py
 ) -> None:
     """Call ``work(rows)`` for every micro-batch of sequences of these lengths. A micro-batch for which memory
     runs out is halved, and both halves are done again. InputError if a single sequence does not fit.
 
-    name: of the progress bar; in_step: of a sharded model that ``work`` calls: then all processes must call
-    this function, and ``work([])`` makes a pass of any sequence."""
+    name: of the progress bar; shard_group: of a sharded model that ``work`` calls: then all processes must
+    call this function, and ``work([])`` makes a pass of any sequence."""
     waiting = micro_batches(lengths, token_budget)
-    if in_step:
-        waiting = in_step.passes(waiting)
+    if shard_group:
+        waiting = shard_group.equal_passes(waiting)
     with phase(name, len(lengths), "sequences") as bar:
         while waiting:
             rows = waiting.pop(0)
-            if in_step:
-                in_step.run(work, rows)
+            if shard_group:
+                shard_group.run(work, rows)
             elif not attempt(work, rows)[0]:
                 if len(rows) == 1:
                     raise out_of_memory_error(lengths[rows[0]])
-                waiting = halves(rows) + waiting
+                waiting = halve(rows) + waiting
                 continue
             bar.update(len(rows))
 

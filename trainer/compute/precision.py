@@ -7,8 +7,8 @@ softmax of the logits, log-probs, entropy,
 values, advantages, losses                       fp32 (in fp16 multiplied by a scale: ``LossScale``)
 the sampler's copy of the weights                ``--dtype`` (generation/sampler_copy.py)
 linear layers of frozen models                   ``--dtype`` (``round_frozen``; not with ``--lora_r``)
-frozen weights that ``--dtype`` holds exactly    ``--dtype`` (``keep_exact``)
-reward models until then                         ``--reward_dtype`` (rewards/reward_models.py)
+frozen weights that ``--dtype`` holds exactly    ``--dtype`` (``halve_exact``)
+reward models, before they are rounded so        ``--reward_dtype`` (rewards/reward_models.py)
 value heads, score heads                         fp32, never TF32 (``ScoreHead`` in model/weights.py)
 the result, ppo_actor_*.pth                      ``--save_dtype``: fp16 where nothing is lost, else fp32
 """
@@ -106,7 +106,7 @@ def _weights_of(kinds, models):
     return found - elsewhere
 
 
-def keep_exact(models: Sequence[nn.Module], dtype: torch.dtype) -> None:
+def halve_exact(models: Sequence[nn.Module], dtype: torch.dtype) -> None:
     """Keep frozen weights of linear layers and embeddings in ``dtype``, in place, where they are the same
     numbers in it. A model that was saved in 16 bits has such weights. Results stay the same.
 
@@ -115,7 +115,7 @@ def keep_exact(models: Sequence[nn.Module], dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         return
     for p in _weights_of((*LINEAR, nn.Embedding, HalfEmbedding), models):
-        if not p.requires_grad and holds(p, dtype):
+        if not p.requires_grad and is_exact(p, dtype):
             p.data = p.data.to(dtype)
     for model in models:
         for module in model.modules():
@@ -123,10 +123,9 @@ def keep_exact(models: Sequence[nn.Module], dtype: torch.dtype) -> None:
                 module.__class__ = HalfEmbedding  # it returns fp32
 
 
-def holds(p: Tensor, dtype: torch.dtype) -> bool:
-    """Whether every number of this tensor is the same in ``dtype``. One without memory, of a model
-    that is only planned, counts as if."""
-    return p.is_meta or p.dtype == dtype or p.to(dtype).to(p.dtype).equal(p)
+def is_exact(p: Tensor, dtype: torch.dtype) -> bool:
+    """Whether every number of this tensor is the same in ``dtype``. One without memory counts as exact."""
+    return p.is_meta or p.to(dtype).to(p.dtype).equal(p)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -25,13 +25,13 @@ from model.critic import CriticModel
 from model.loading import as_input_error, embeddings, is_moe, quiet
 from trainer.compute.attention import ATTENTION
 from trainer.compute.batch import Batch
-from trainer.compute.batching import Layout, pad_right, tokens_per_pass
+from trainer.compute.batching import Layout, pad_right, tokens_per_forward
 from trainer.compute.fused_layers import fuse_layers
 from trainer.compute.kernels import difference, few_layers
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.precision import autocast, rows_to_add
-from trainer.compute.sharding import InStep, layers_of
+from trainer.compute.sharding import ShardGroup, layers_of
 
 # A model without its head. transformers calls ``base_model`` a Module, which has no config.
 Backbone = Any
@@ -90,14 +90,14 @@ def pack_sequences(backbone: Backbone) -> bool:
 
 def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Run a backbone on right-padded tokens [B, T] -> (the states [N, H] of the N real tokens, row by row;
-    the load-balancing loss of a mixture of experts, times the weight in its config, a sum over sequences and
-    layers, 0 for other models)."""
+    the aux_loss: the load-balancing loss of a mixture of experts, times the weight in its config, a sum over
+    sequences and layers, 0 for other models)."""
     experts = is_moe(backbone)
     extra = {"output_router_logits": True} if experts else {}
     row = layout.row
     position = layout.position
     if backbone.config._attn_implementation == ATTENTION:
-        place: Any = slice(len(row))
+        places: Any = slice(len(row))
         more = rows_to_add(len(row), backbone.get_input_embeddings().weight)  # 0 but on a CPU in bf16
         output = backbone(
             input_ids=F.pad(tokens[row, position], (0, more))[None],
@@ -109,14 +109,14 @@ def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout) -> tuple[T
             **extra,
         )
     else:
-        place = row * tokens.shape[1] + position
+        places = row * tokens.shape[1] + position
         output = backbone(input_ids=tokens, use_cache=False, **extra)
-    states = output.last_hidden_state.flatten(0, 1)[place]
+    states = output.last_hidden_state.flatten(0, 1)[places]
     if not experts:
         return states, torch.zeros((), device=states.device)
-    routers = [x[place] for x in output.router_logits]
-    balance = load_balance_loss(routers, layout, backbone.config.num_experts_per_tok)
-    return states, backbone.config.router_aux_loss_coef * balance
+    routers = [x[places] for x in output.router_logits]
+    loss = load_balance_loss(routers, layout, backbone.config.num_experts_per_tok)
+    return states, backbone.config.router_aux_loss_coef * loss
 
 
 def prepare_training(model: Backbone, gradient_checkpointing: int) -> None:
@@ -158,10 +158,15 @@ def load_balance_loss(router_logits: Sequence[Tensor], layout: Layout, top_k: in
 
 
 class Scorer(nn.Module):
-    """A model that scores tokens, under autocast in its ``dtype``."""
+    """A model that scores tokens, under autocast in ``dtype``."""
 
     name: str  # of what it finds, for the progress bar
-    in_step: InStep | None = None  # where the model is sharded
+    shard_group: ShardGroup | None = None  # where the model is sharded
+
+    def __init__(self, model: Any, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.model = model
+        self.dtype = dtype
 
 
 class PolicyScorer(Scorer):
@@ -177,56 +182,48 @@ class PolicyScorer(Scorer):
         forbidden: Any = None,  # ``Forbidden``, of a room above
         learn_entropy: bool = False,
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.dtype = dtype
+        super().__init__(model, dtype)
         self.forbidden = forbidden
         self.learn_entropy = learn_entropy
 
     def forward(
         self, tokens: Tensor, layout: Layout, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [B, T], ``Layout.of_responses`` -> logprobs [B, R], entropy [B, R], balance loss (weighted
-        sum). A ``Layout`` without shape, of demonstrations, gives both of its M wanted tokens: [M]."""
-        forbid_ = None
-        if self.forbidden and layout.shape[1]:  # it is not for demonstrations
-            forbid_ = self.forbidden.of(layout)
+        """tokens [B, T], ``Layout.of_responses`` -> logprobs [B, R], entropy [B, R], aux_loss (of
+        ``packed_states``). With a ``Layout`` without responses, of demonstrations, both are of its M wanted
+        tokens: [M]."""
+        forbid = None
+        if self.forbidden and layout.shape[1]:  # demonstrations may have these tokens
+            forbid = self.forbidden.of(layout)
         targets = tokens[layout.row, layout.position][layout.predicted_by + 1]
         with autocast(tokens.device, self.dtype):
-            states, balance = packed_states(self.model.base_model, tokens, layout)
+            states, aux_loss = packed_states(self.model.base_model, tokens, layout)
             states = states.index_select(0, layout.predicted_by)
             head = self.model.get_output_embeddings()
-            logprobs, entropy = token_logprobs(
-                head, states, targets, temperature, forbid_, self.learn_entropy
-            )
-        return layout.spread(logprobs), layout.spread(entropy), balance
+            logprobs, entropy = token_logprobs(head, states, targets, temperature, forbid, self.learn_entropy)
+        return layout.scatter(logprobs), layout.scatter(entropy), aux_loss
 
 
 class ValueScorer(Scorer):
     """Computes the values of given responses: the critic, read one position before each response token."""
 
     name = "values"
-
-    def __init__(self, critic: CriticModel, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.critic = critic
-        self.dtype = dtype
+    model: CriticModel
 
     def forward(self, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """tokens [B, T], ``Layout.of_responses`` -> values [B, R] fp32, 0 on padding, balance loss (weighted
-        sum)."""
+        """tokens [B, T], ``Layout.of_responses`` -> values [B, R] fp32, 0 on padding, aux_loss (of
+        ``packed_states``)."""
         with autocast(tokens.device, self.dtype):
-            states, balance = packed_states(self.critic.backbone, tokens, layout)
-            values = self.critic.read(states.index_select(0, layout.predicted_by))
-            return layout.spread(values), balance
+            states, aux_loss = packed_states(self.model.backbone, tokens, layout)
+            values = self.model.read(states.index_select(0, layout.predicted_by))
+            return layout.scatter(values), aux_loss
 
 
 @torch.no_grad()
-def score_all(batch: Batch, scorer: Scorer, token_budget: int = 0, **more: float) -> list[Tensor]:
+def score_all(batch: Batch, scorer: Scorer, **more: float) -> list[Tensor]:
     """Score all rows of a batch, micro-batch by micro-batch -> what the scorer finds of the sampled tokens,
     each [B, R]: a ``PolicyScorer`` log-probs and the entropies before them, a ``ValueScorer`` values. more:
-    what it is called with besides; token_budget: of a micro-batch, where that is more than
-    ``tokens_per_pass``."""
+    what it is called with besides."""
     found: dict[int, tuple[Tensor, ...]] = {}  # {row: its numbers, each [R]}
     width = batch.sampler_logprobs.shape[1]
 
@@ -237,8 +234,8 @@ def score_all(batch: Batch, scorer: Scorer, token_budget: int = 0, **more: float
         padded = [F.pad(x, (0, width - x.shape[1])) for x in numbers]
         found.update(zip(rows, zip(*padded, strict=True), strict=True))
 
-    budget = max(token_budget, tokens_per_pass(batch.tokens.device))
-    each_micro_batch(batch.layout.lengths, budget, fill, scorer.name, scorer.in_step)
+    budget = tokens_per_forward(batch.tokens.device)
+    each_micro_batch(batch.layout.lengths, budget, fill, scorer.name, scorer.shard_group)
     in_order = [found[row] for row in range(len(found))]
     return [torch.stack(numbers) for numbers in zip(*in_order, strict=True)]
 
@@ -246,10 +243,10 @@ def score_all(batch: Batch, scorer: Scorer, token_budget: int = 0, **more: float
 def score_learned(
     items: Sequence[tuple[Sequence[int], Sequence[int]]], scorer: PolicyScorer
 ) -> tuple[Tensor, Tensor]:
-    """Demonstrations -> (log-probs of their N learned tokens [N], differentiable, balance loss), at
+    """Demonstrations -> (log-probs of their N learned tokens [N], differentiable, aux_loss), at
     temperature 1. items: of ``SFTDataset``, (token ids, mask); the first token is never learned: nothing
     predicts it."""
     tokens, _ = pad_right([ids for ids, _ in items], scorer.model.device)
     states = np.flatnonzero(np.concatenate([[*mask[1:], 0] for _, mask in items]))  # each predicts the next
-    logprobs, _, balance = scorer(tokens, Layout([len(ids) for ids, _ in items], states, tokens.device))
-    return logprobs, balance
+    logprobs, _, aux_loss = scorer(tokens, Layout([len(ids) for ids, _ in items], states, tokens.device))
+    return logprobs, aux_loss

@@ -8,8 +8,9 @@ forward or backward. Vectors (norms, biases) stay whole in every process and com
 are summed as those of unsharded runs are (runs/distributed.py). So sharded and unsharded runs
 compute the same, up to the order in which sums are made.
 
-Every gather needs all processes. So they go through a model in step (``InStep``), with the same number of
-passes. Where memory runs out in one of them it ends, and so do the others, which would wait for it.
+Every gather (``full_tensor`` of a matrix) needs all processes. So they go through a model together, with the
+same number of passes (``ShardGroup``). Where memory runs out in one process it ends, and so do the others,
+which would wait for it.
 
 Every process loads the whole models into main memory first.
 
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainer.compute.batching import halves
+from trainer.compute.batching import halve
 from trainer.compute.memory import is_out_of_memory
 
 OUT_OF_MEMORY = (
@@ -36,7 +37,9 @@ OUT_OF_MEMORY = (
 )
 
 
-def shard(root: nn.Module, in_step: "InStep", dtype: torch.dtype, model: nn.Module | None = None) -> None:
+def shard(
+    root: nn.Module, shard_group: "ShardGroup", dtype: torch.dtype, model: nn.Module | None = None
+) -> None:
     """Shard the matrices of a module in place, layer by layer. All processes must call it, with the same
     weights.
 
@@ -46,18 +49,22 @@ def shard(root: nn.Module, in_step: "InStep", dtype: torch.dtype, model: nn.Modu
     """
     # Nothing changes in place what a scorer returns.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-    device = in_step.world.device
+    device = shard_group.world.device
     sharded = set(root.parameters())
-    whole = {p for p in (model or root).parameters() if p.dim() < 2 or p not in sharded}
-    for p in whole:
+    unsharded = {p for p in (model or root).parameters() if p.dim() < 2 or p not in sharded}
+    for p in unsharded:
         p.data = p.data.to(device)
 
-    def split(module, gathered):
-        kinds = MixedPrecisionPolicy(
-            param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False
+    def split(module, gathered_in):
+        policy = MixedPrecisionPolicy(
+            param_dtype=gathered_in, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         fully_shard(
-            module, mesh=in_step.mesh, reshard_after_forward=True, mp_policy=kinds, ignored_params=whole
+            module,
+            mesh=shard_group.mesh,
+            reshard_after_forward=True,
+            mp_policy=policy,
+            ignored_params=unsharded,
         )
 
     for layer in layers_of(root):
@@ -78,34 +85,23 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
-class InStep:
-    """The processes of a sharded run go through its models together: all must call each method, in the same
-    order."""
+class ShardGroup:
+    """The process group of a sharded run, whose processes go through its models together: all must call each
+    method, in the same order."""
 
     def __init__(self, world: Any) -> None:  # a ``World``, of a room above
         self.world = world
         self.mesh = init_device_mesh(world.device.type, (world.size,))
 
-    def most(self, number: int) -> int:
-        """The largest of a number over all processes."""
-        return max(self.world.gather(number))
-
-    def least(self, number: float) -> int:
-        """The smallest of a number over all processes. Where one of them has failed and left a block of
-        ``World.all_or_none``, the others, which are still in it, raise its error here."""
-        with self.world.all_or_none():
-            pass
-        return min(self.world.gather(int(number)))
-
-    def passes(self, pieces: list[list[int]]) -> list[list[int]]:
+    def equal_passes(self, pieces: list[list[int]]) -> list[list[int]]:
         """Micro-batches (lists of rows), cut further so that every process has equally many; [] for a pass
         without rows, where a process has too few."""
         pieces = list(pieces)
-        for _ in range(self.most(len(pieces)) - len(pieces)):
+        for _ in range(max(self.world.gather(len(pieces))) - len(pieces)):
             largest: list[int] = max(pieces, key=len, default=[])
             if len(largest) > 1:
                 pieces.remove(largest)
-                pieces += halves(largest)
+                pieces += halve(largest)
             else:
                 pieces.append([])
         return pieces

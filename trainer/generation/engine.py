@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from errors import InputError
 from progress_bar import phase
 from trainer.compute.batch import Batch, new_batch
-from trainer.compute.batching import fp64_device, micro_batches, pad_right, send, tokens_per_pass
+from trainer.compute.batching import fp64_device, micro_batches, pad_right, send, tokens_per_forward
 from trainer.compute.kernels import kernels_for
 from trainer.compute.logprobs import head_logits
 from trainer.compute.memory import attempt, empty_device_cache, out_of_memory_error
@@ -213,7 +213,7 @@ class Engine:
             groups[tuple(self.prompt_ids[row])].append(row)
         prompts = list(groups)
         lengths = [len(prompt) for prompt in prompts]
-        for index in micro_batches(lengths, tokens_per_pass(self.device)):
+        for index in micro_batches(lengths, tokens_per_forward(self.device)):
             self._prefill([prompts[i] for i in index], [groups[prompts[i]] for i in index])
         self.longest = max(self.longest, *lengths)
 

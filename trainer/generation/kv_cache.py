@@ -81,8 +81,8 @@ class KVCache(Cache):
     def decode(self, positions: Tensor, longest: int) -> Tensor | dict[str, Tensor]:
         """The next forward reads one token for each of the first n slots, at ``positions`` [n], all below
         ``longest``. -> the additive attention mask [n, 1, 1, longest], or {layer type: mask} where the layers
-        differ. Where no mask is read, the positions take its place, as a tensor of four dimensions: else
-        transformers would make a mask."""
+        differ. A ``fused`` cache reads no mask and returns the positions as a tensor of four dimensions:
+        without any mask transformers would make one."""
         self.positions = positions
         self.longest = longest
         self.delta = None
@@ -132,25 +132,25 @@ class KVCache(Cache):
         keys = F.pad(keys, (0, 0, 0, -keys.shape[2] % self.block))
         return keys.unflatten(2, (-1, self.block)).transpose(3, 4)
 
-    def attend(self, layer: Any, joint: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor:
+    def attend(self, layer: Any, qkv: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor:
         """Attention of one layer while decoding with a ``fused`` cache -> [n, heads, head_dim].
 
-        joint [n, 1, …]: queries, keys and values of the new tokens, which stand at ``positions`` of the first
+        qkv [n, 1, …]: queries, keys and values of the new tokens, which stand at ``positions`` of the first
         n slots; neither normed, if there are weights for it, nor rotated yet. Keys and values are written
         into the cache.
         """
-        joint = joint.view(len(joint), -1, layer.head_dim)
+        qkv = qkv.view(len(qkv), -1, layer.head_dim)
         norms = [getattr(getattr(layer, name, None), "weight", None) for name in ("q_norm", "k_norm")]
         keys = self.keys[layer.layer_idx]
         values = self.values[layer.layer_idx]
-        n, heads, dim = joint.shape
-        groups = values.shape[1]
-        heads -= 2 * groups
-        out = joint.new_empty(n, heads, dim)
+        n, heads, dim = qkv.shape
+        kv_heads = values.shape[1]
+        heads -= 2 * kv_heads
+        out = qkv.new_empty(n, heads, dim)
         self.kernels.decode_attention(
-            n, heads, groups, dim, self.width, window or self.width,
+            n, heads, kv_heads, dim, self.width, window or self.width,
             layer.scaling, float(self.config.rms_norm_eps),
-            joint, cos, sin, *norms, self.positions, keys, values, out,
+            qkv, cos, sin, *norms, self.positions, keys, values, out,
         )  # fmt: skip
         return out
 

@@ -1,7 +1,7 @@
-"""What ends a response while it is decoded.
+"""What ends a response while it is decoded (the stopping criteria): ``Endings``, made from the flags.
 
-- An EOS, any id of ``Endings.eos`` (trainer/endings.py: of the tokenizer, the model, ``--stop_token_ids`` and
-special tokens given to ``--stop``): ``finished`` is True. It is a token of the response.
+- An EOS, any id of ``Endings.eos``: of the tokenizer, the model, ``--stop_token_ids`` and special tokens
+given to ``--stop``; ``finished`` is True. It is a token of the response.
 - ``--stop``: the first token whose text completes a stop string (``StopStrings``); ``finished`` is True.
 - Its length: a response of ``max_gen_len`` tokens is cut, and ``finished`` is False. It is trained on like
 any other, unless --mask_truncated leaves it out of the policy loss.
@@ -11,15 +11,18 @@ count.
 All of it is looked at on the device, in every step (``Engine._sample_and_store``), so no host waits for it.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from errors import InputError
+from model.loading import TAGS, eos_ids
 from trainer.compute.batch import Batch
 from trainer.compute.batching import Layout
 
@@ -29,7 +32,7 @@ BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # i
 
 class Forbidden(NamedTuple):
     """What a response may not have: the ids of ``never``, and the ends ``ids`` among its first least - 1
-    tokens (``--min_gen_len``). There their logits are -inf.
+    tokens (``--min_gen_len``). There their logits are -inf, as after a logits processor of transformers.
 
     The sampler and every scorer (actor, old actor, reference) do the same, so the policy that is sampled is
     the one that is scored. Its other tokens share the probability, in entropy and KL too.
@@ -134,18 +137,22 @@ class StopStrings:
         return whole[: min(found)] if found else before
 
 
+def response_text(
+    ids: list[int], ended: bool, tokenizer: PreTrainedTokenizerBase, stops: StopStrings | None
+) -> str:
+    """The text of a response (``decode``), without the EOS or the stop string that ended it, if one did.
+    stops: the ``StopStrings`` that it was sampled with, or None."""
+    if ended and stops:
+        return stops.cut(ids)
+    return decode(tokenizer, ids[:-1] if ended else ids)
+
+
 def response_texts(
     batch: Batch, tokenizer: PreTrainedTokenizerBase, stops: StopStrings | None = None
 ) -> list[str]:
-    """The responses as B texts (``decode``), without the EOS or the stop string that ended them. stops: the
-    ``StopStrings`` that they were sampled with, or None."""
-    texts = []
-    for ids, ended in zip(batch.responses(), batch.finished.tolist(), strict=True):
-        if ended and stops:
-            texts.append(stops.cut(ids))
-        else:
-            texts.append(decode(tokenizer, ids[:-1] if ended else ids))
-    return texts
+    """The responses as B texts (``response_text``)."""
+    rows = zip(batch.responses(), batch.finished.tolist(), strict=True)
+    return [response_text(ids, ended, tokenizer, stops) for ids, ended in rows]
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], silent: set[int] | None = None) -> str:
@@ -160,3 +167,66 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], silent: set[int] 
 def with_roles(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The ids of the special tokens that have a role for the tokenizer."""
     return {getattr(tokenizer, f"{role}_id") for role in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+
+
+# ---------------------------------------------------------------- from flags
+
+
+class Endings(NamedTuple):
+    """What ends a response, besides --max_gen_len."""
+
+    eos: list[int]  # the token ids that do
+    stops: StopStrings | None
+    forbidden: Forbidden  # these ids where a response is still too short, and ids without a text
+
+
+def load_endings(args: Namespace, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel) -> Endings:
+    """Flags -> ``Endings``. Raises InputError for an id that the tokenizer does not have, and as
+    ``read_stops``."""
+    known = set(tokenizer.get_vocab().values())
+    for i in args.stop_token_ids:
+        if i not in known:
+            raise InputError(f"--stop_token_ids {i}: the tokenizer has no such id; correct it")
+    texts, ids = read_stops(args.stop, tokenizer, args.reasoning)
+    ends = sorted({*eos_ids(tokenizer, policy), *args.stop_token_ids, *ids})
+    stops = StopStrings(texts, tokenizer) if texts else None
+    never = without_text(tokenizer, len(policy.get_output_embeddings().weight), ends)
+    return Endings(ends, stops, Forbidden(args.min_gen_len, tuple(ends), never))
+
+
+def keep_endings(endings: Endings, policy: PreTrainedModel) -> None:
+    """Put the endings of a run into the policy's generation config, which is saved beside its weights: with
+    them chat.py and transformers' ``generate`` end an answer where training did."""
+    config = policy.generation_config
+    if len(endings.eos) > 1:  # a single one is that of the model or of the tokenizer
+        config.eos_token_id = endings.eos
+    config.stop_strings = endings.stops.texts if endings.stops else None
+
+
+def read_stops(
+    given: list[str], tokenizer: PreTrainedTokenizerBase, reasoning: int = 0
+) -> tuple[list[str], set[int]]:
+    """--stop as on the command line -> (stop strings, the ids of those that are special tokens). Raises
+    InputError for a text that cannot be one, or that --reasoning needs."""
+    texts = []
+    ids = set()
+    special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    roles = with_roles(tokenizer)
+    for written in given:
+        text = written.replace("\\n", "\n").replace("\\t", "\t")
+        if text in special:
+            ids.add(special[text])
+            continue
+        if not text or HALF in text:
+            raise InputError(
+                f"--stop {written!r}: must be a text, without U+FFFD; correct it or leave it out"
+            )
+        if held := [token for token, i in special.items() if i in roles and token in text]:
+            raise InputError(f"--stop {written!r}: texts have no special token as {held[0]}; name that alone")
+        if reasoning and any(tag in text or text in tag for tag in TAGS):
+            raise InputError(
+                f"--stop {written!r}: the text ends before it, and --reasoning 1 rewards {' '.join(TAGS)}; "
+                "choose another, or --reasoning 0"
+            )
+        texts.append(text)
+    return texts, ids

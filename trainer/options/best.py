@@ -1,8 +1,8 @@
-"""The best actor of a run: which evaluation it was, by ``--best_metric`` (higher is better), and its files.
+"""The best model of a run: the actor with the best evaluation by ``--best_metric`` (higher is better).
 
-The run folder has its weights, best.pth and the folder best beside it, and best.json, which says what
-evaluation these had. The evaluation before training is the value to beat; no weights are written for it. In a
-run that is evaluated in another way the best begins anew.
+``Best.updated`` decides and writes, into the run folder: the weights, best.pth and the folder best beside it,
+and best.json, which says what evaluation these had. The evaluation before training is the value to beat; no
+weights are written for it. In a run that is evaluated in another way the best begins anew.
 """
 
 import json
@@ -13,20 +13,41 @@ from typing import NamedTuple
 
 from atomic_files import write_whole, writing
 from errors import InputError
+from trainer.runs.base import Run, Say
 
 WEIGHTS = "best.pth"  # in the run folder
 EVALUATION = "best.json"
 
 
 class Best(NamedTuple):
-    """The best evaluation so far. source: what the values depend on besides the actor, as text: values of
-    another source cannot be compared; metric: "eval/…", "" before it is chosen; value: -inf before the first
+    """The best evaluation so far. source: a fingerprint of what the values depend on besides the actor, ""
+    where nothing is evaluated; metric: "eval/…", "" before it is chosen; value: -inf before the first
     evaluation; step: of that evaluation, 0 means that there are no weights."""
 
     source: str = ""
     metric: str = ""
     value: float = -math.inf
     step: int = 0
+
+    def updated(
+        self, metrics: Mapping[str, float], run: Run, save_weights: Callable[[Path], object]
+    ) -> "Best":
+        """The best so far after a step that was logged. If the step's evaluation is better than all before,
+        write the weights and best.json into the run folder.
+
+        All processes must call it, before the step's checkpoint. save_weights(path): writes the actor. Raises
+        InputError where that fails or the disk is full; then a resumed run evaluates this step again.
+        """
+        better = self.beaten_by(metrics, run.progress.step)
+        if not better:
+            return self
+        with run.world.all_or_none():
+            if better.step:  # the weights before the first step are those of --model
+                save_weights(run.folder / WEIGHTS)
+            if run.world.is_main:
+                with writing(run.folder):
+                    write_whole(run.folder / EVALUATION, json.dumps(better._asdict()))
+        return better
 
     def beaten_by(self, metrics: Mapping[str, float], step: int) -> "Best | None":
         """The evaluation in the metrics of a step, if they have one that is better than all before."""
@@ -37,7 +58,8 @@ class Best(NamedTuple):
         return self._replace(metric=name, value=value, step=step) if value > self.value else None
 
     def follows(self, earlier: "Best") -> bool:
-        """Whether evaluations to come can be compared with an earlier one, or there will be none."""
+        """Whether evaluations to come can be compared with an earlier one: the same source and metric. Where
+        nothing will be evaluated, the earlier one stays the best."""
         return not self.source or (self.source == earlier.source and self.metric in ("", earlier.metric))
 
     def describe(self, file: str | Path, step: int) -> str:
@@ -61,26 +83,21 @@ def first_best(metric: str, names: Sequence[str], source: str) -> Best:
     return Best(source, metric)
 
 
-def best_so_far(folder: Path, best: Best, say: Callable[[str], object]) -> Best:
-    """What was the best when the run of this folder stopped; ``best`` if there was none, or if it cannot be
+def restored(best: Best, run: Run, say: Say) -> Best:
+    """What was the best when a run stopped that goes on; ``best`` if there was none, or if it cannot be
     compared with evaluations to come, which a line then says. Raises InputError for a damaged file."""
-    path = folder / EVALUATION
-    if not path.exists():
-        return best
-    try:
-        found = Best(**json.loads(path.read_bytes()))
-    except (ValueError, TypeError):
-        raise InputError(f"{path}: is damaged; delete it, then the best begins anew") from None
-    if best.follows(found):
-        return found
-    say("note: the best so far was evaluated otherwise; it begins anew")
-    return best
-
-
-def write_best(folder: Path, best: Best) -> None:
-    """Write what ``best_so_far`` reads. Raises InputError where the disk is full."""
-    with writing(folder):
-        write_whole(folder / EVALUATION, json.dumps(best._asdict()))
+    path = run.folder / EVALUATION
+    with run.world.all_or_none():
+        if run.world.is_main and path.exists():  # another machine's folder may have only the checkpoint
+            try:
+                earlier = Best(**json.loads(path.read_bytes()))
+            except (ValueError, TypeError):
+                raise InputError(f"{path}: is damaged; delete it, then the best begins anew") from None
+            if best.follows(earlier):
+                best = earlier
+            else:
+                say("note: the best so far was evaluated otherwise; it begins anew")
+    return run.world.from_main(best)
 
 
 def usual_metric(found: Mapping[str, float]) -> str:

@@ -12,10 +12,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from trainer.compute.batch import Batch, RawScores, join_batches
 from trainer.rewards.combine import OF_LENGTH, Reward
 from trainer.rollout import RolloutEngine, Seconds, noise_of_step
+from trainer.runs.distributed import World
 
 
 def rows_of_equal_groups(scores: Tensor, group_size: int) -> list[int]:
@@ -39,32 +41,34 @@ def sample_again(
     args: Namespace,
     step: int,
     batch: Batch,
+    world: World,
     engine: RolloutEngine,
+    old_actor: PreTrainedModel,
     reward: Reward,
-    raw_scores: Callable[[Batch], RawScores],
+    score_parts: Callable[[Batch], RawScores],
     positions: Sequence[int],
     seconds: Seconds,
 ) -> Batch:
     """Sample this process' prompts whose answers all score the same again -> the batch with the new answers.
-    Only in ``engine.weights_of`` the old actor.
 
-    raw_scores: of the reward; positions: of the batch's rows in the global batch. Processes sample different
-    numbers of times, so they exchange nothing here.
+    score_parts: of the reward; positions: of the batch's rows in the global batch. Processes sample different
+    numbers of times, so they exchange nothing until all are done.
     """
-    for times in range(1, args.filter_groups + 1):
-        rows = rows_of_equal_groups(scores_to_compare(reward, batch.raw), args.num_generations)
-        if not rows:
-            break
-        keys = noise_of_step(args, step, [positions[row] for row in rows], times)
-        with seconds.of("rollout"):
-            new = engine.respond([batch.prompts[row] for row in rows], keys, args.temperature)
-        with seconds.of("reward"):
-            batch.raw.replace(rows, raw_scores(new))
-        order = list(range(len(batch.prompts)))
-        for place, row in enumerate(rows):
-            order[row] = len(batch.prompts) + place
-        joined = join_batches([batch, new]).rows(order)
-        joined.raw = batch.raw
-        joined.sampled_again = batch.sampled_again + len(rows)
-        batch = joined
+    with world.all_or_none(), engine.weights_of(old_actor):
+        for times in range(1, args.filter_groups + 1):
+            rows = rows_of_equal_groups(scores_to_compare(reward, batch.raw), args.num_generations)
+            if not rows:
+                break
+            keys = noise_of_step(args, step, [positions[row] for row in rows], times)
+            with seconds.of("rollout"):
+                new = engine.respond([batch.prompts[row] for row in rows], keys, args.temperature)
+            with seconds.of("reward"):
+                batch.raw.replace(rows, score_parts(new))
+            order = list(range(len(batch.prompts)))
+            for place, row in enumerate(rows):
+                order[row] = len(batch.prompts) + place
+            joined = join_batches([batch, new]).rows(order)
+            joined.raw = batch.raw
+            joined.sampled_again = batch.sampled_again + len(rows)
+            batch = joined
     return batch

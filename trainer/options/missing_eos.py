@@ -31,10 +31,10 @@ def choose_penalty(
     engine: RolloutEngine,
     actor: PreTrainedModel,
     reward: Reward,
-    raw_scores: Callable[[Batch], RawScores],
+    score_parts: Callable[[Batch], RawScores],
 ) -> tuple[float, str]:
     """-> (the penalty, the same for any number of processes; a line that says why). The actor answers prompts
-    of ``data``; raw_scores: of the reward. Raises InputError on all processes where a reward fails."""
+    of ``data``; score_parts: of the reward. Raises InputError on all processes where a reward fails."""
     count = min(RESPONSES, args.batch_size * world.size)
     places = global_batch(len(data), args.seed, 0, count)
     mine = world.share_of(range(count))
@@ -44,7 +44,7 @@ def choose_penalty(
     with world.all_or_none(), engine.weights_of(actor):
         batch = engine.respond(prompts, keys, args.temperature)
     with world.all_or_none():
-        raw = raw_scores(batch)
+        raw = score_parts(batch)
     scores = reward.combine(raw, world)["score"]
     reward.running = {}  # the statistics of --normalize_reward begin with the first batch
     found = sum(world.gather(RunningStats.of(scores)), RunningStats())

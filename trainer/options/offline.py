@@ -6,6 +6,7 @@ the ratio is actor / reference. All the rest is as ever. It is the offline PPO o
 """
 
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from dataset.lm_dataset import LoggedAnswer, LoggedAnswers, LoggedPairs
 from dataset.record_files import open_records
 from model.loading import eos_ids
 from trainer.compute.batch import Batch, new_batch
-from trainer.compute.batching import pad_right
+from trainer.compute.batching import pad_right, send
 
 Logged = TypeVar("Logged", LoggedAnswers, LoggedPairs)
 
@@ -46,13 +47,16 @@ def held_out_pairs(
     return None
 
 
-def logged_batch(answers: list[LoggedAnswer], device: torch.device) -> Batch:
-    """Logged answers -> ``Batch``. No sampler gave them log-probs: these are 0 until ``evaluate_tokens``
-    takes the reference's."""
+def logged_batch(answers: Sequence[LoggedAnswer], device: torch.device) -> Batch:
+    """Logged answers and their scores -> ``Batch``. No sampler gave them log-probs: these are 0 until
+    ``evaluate_tokens`` takes the reference's."""
     tokens, lengths = pad_right([answer.response_ids for answer in answers], device)
     logprobs = torch.zeros(tokens.shape, device=device)
     prompts = [answer.prompt_ids for answer in answers]
     batch = new_batch(prompts, tokens, logprobs, lengths, torch.ones_like(lengths, dtype=torch.bool))
     batch.prompts = list(answers)
     batch.texts = [answer.response for answer in answers]
+    scores = torch.tensor([answer.score for answer in answers])
+    batch.parts = {"score": scores}
+    batch.scores = send(scores, device)
     return batch

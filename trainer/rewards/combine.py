@@ -1,6 +1,6 @@
 """The reward of a response: its score is the plain sum of several parts, and every part is logged as well.
 
-    Request -> raw_scores -> RawScores -> combine -> {part: [B], "score": their sum [B]}
+    Request -> score_parts -> RawScores -> combine -> {part: [B], "score": their sum [B]}
 
 The parts: rules about the text (rules.py), reward models (reward_models.py), functions of the user's
 (reward_function.py), a reward server (reward_server.py). All of them read text, never the policy's tokens;
@@ -16,11 +16,12 @@ Where to add a reward of one's own:
 
 - without changing this program: a Python function (``--reward_fn``, see reward_function.py) or a server
   (``--reward_url``, see reward_server.py);
-- as a new part: write the rule in rules.py, put its scores [B] into ``parts`` in ``Reward.raw_scores``, add
+- as a new part: write the rule in rules.py, put its scores [B] into ``parts`` in ``Reward.score_parts``, add
   its flag to ``flag_parser`` in train_ppo.py, and pass the flag on in ``make_reward`` below. What a
   reward needs to know of a response is a field of ``Request`` (reward_function.py).
 
-The judge is an evaluation reward that never trains (--eval_reward_model, --eval_reward_fn). A policy can
+The evaluation reward (``EvalReward``: --eval_reward_model, --eval_reward_fn) never trains. Its metrics are
+called "judge", which is a reward model or a function here, not an LLM that is asked in words. A policy can
 raise the reward that it is trained on without getting better (reward hacking). Where the records have
 answers, the accuracy shows it. Where they have none, a second reward can: one that PPO does not see.
 """
@@ -28,7 +29,7 @@ answers, the accuracy shows it. Where they have none, a second reward can: one t
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -105,7 +106,7 @@ class Reward:
     """All reward parts of a run. Call it with a ``Request``; it returns each part and their sum. Fields have
     the names of the flags that they come from.
 
-    A call is ``raw_scores`` followed by ``combine``. Training calls the two separately: ``raw_scores`` may
+    A call is ``score_parts`` followed by ``combine``. Training calls the two separately: ``score_parts`` may
     fail in one process, while ``combine`` exchanges statistics between all of them."""
 
     models: RewardModels = field(default_factory=dict)
@@ -123,28 +124,30 @@ class Reward:
     overlong_penalty: float = 1.0
     thinking_reward: float = 0.0
     merge_history: bool = False
-    whole: bool = False  # thoughts are judged too, as always with reasoning
+    with_thoughts: bool = False  # reward models read thoughts too, as always with reasoning
     running: dict[str, RunningStats] = field(default_factory=dict)  # of the normalised parts' raw scores
 
     @property
     def normalised(self) -> list[str]:
         """The parts that are normalised: models, the server, and functions where there are several."""
+        if not self.normalize_reward:
+            return []
         functions = self.functions if len(self.functions) > 1 else ()
-        return [*self.models, *functions, "server"] if self.normalize_reward else []
+        return [*self.models, *functions, *(["server"] if self.server else [])]
 
     @property
     def names(self) -> list[str]:
         """The names of all scores that ``combine`` returns."""
-        return list(self(Request([], [], [], [])))
+        return list(self(Request([], [])))
 
     def __call__(self, request: Request) -> Parts:
-        return self.combine(self.raw_scores(request))
+        return self.combine(self.score_parts(request))
 
-    def raw_scores(self, request: Request) -> RawScores:
+    def score_parts(self, request: Request) -> RawScores:
         """Score B responses. Raises InputError if a reward fails: it raises an exception, takes too long, or
         gives a score that is NaN or infinite."""
         texts = request.responses
-        said = texts if self.whole or self.reasoning else [after_thinking(text) for text in texts]
+        said = texts if self.with_thoughts or self.reasoning else [after_thinking(text) for text in texts]
         beginnings = [begun(prompt.prompt) for prompt in request.prompts]
         raw = RawScores()
         parts: dict[str, Tensor | list[float]] = {}
@@ -193,23 +196,20 @@ class Reward:
         asked = []
         for prompt, response in zip(request.prompts, request.responses, strict=True):
             question, answer = whole_answer(prompt.prompt, response)
-            if not (self.whole or self.reasoning):
+            if not (self.with_thoughts or self.reasoning):
                 answer = after_thinking(response, begun(prompt.prompt))
             asked.append((merged_history(question) if self.merge_history else question, answer))
         count = len(asked)
-        rows = []  # of the responses with an answer block
-        for row, (prompt, text) in enumerate(asked[:]):
-            block = answer_text(text) if self.reasoning else None
-            if block is not None:
-                rows.append(row)
-                asked.append((prompt, block))
-        found = {name: model(asked) for name, (model, _) in self.models.items()}
-        for name, scores in found.items():  # all have scored: sharded ones need all processes
-            prompts = [*request.prompts, *(request.prompts[row] for row in rows)]
-            finite("--reward_model", scores, [text for _, text in asked], prompts)
+        found = [answer_text(text) for _, text in asked] if self.reasoning else []
+        blocks = {row: block for row, block in enumerate(found) if block is not None}
+        asked += [(asked[row][0], block) for row, block in blocks.items()]
+        prompts = request.prompts + [request.prompts[row] for row in blocks]
+        scores = {name: model(asked) for name, (model, _) in self.models.items()}
+        for name, x in scores.items():  # all have scored: sharded ones need all processes
+            finite("--reward_model", x, [text for _, text in asked], prompts)
             raw.blocks[name] = torch.full((count,), math.nan)
-            raw.blocks[name][rows] = scores[count:]
-        return {name: scores[:count] for name, scores in found.items()}
+            raw.blocks[name][[*blocks]] = x[count:]
+        return {name: x[:count] for name, x in scores.items()}
 
     def combine(self, raw: RawScores, world: Any = None) -> Parts:
         """``RawScores`` -> {part: [B], "score": their sum [B]}; {} without any. With ``--normalize_reward``
@@ -221,35 +221,30 @@ class Reward:
         """
         if not raw.parts:
             return {}
-        normalised = [name for name in self.normalised if name in raw.parts]
         if world:
-            for name in normalised:
+            for name in self.normalised:
                 new = world.gather(RunningStats.of(raw.parts[name]))
                 self.running[name] = sum(new, self.running.get(name, RunningStats()))
-        changed = raw.parts | {name: self._clipped(name, raw.parts[name]) for name in normalised}
-        parts = changed | self._of_models(raw, self._clipped) | self._of_functions(changed)
+        clipped = {name: self._clipped(name, raw.parts[name]) for name in {*self.models, *self.normalised}}
+        blocks = {name: self._clipped(name, scores) for name, scores in raw.blocks.items()}
+        parts = self._weighted(raw.parts | clipped, blocks)
         scores = parts | {"score": total(parts)}
-        if normalised:
-            scores["score_raw"] = total(
-                raw.parts | self._of_models(raw, lambda name, scores: scores) | self._of_functions(raw.parts)
-            )
+        if self.normalised:
+            scores["score_raw"] = total(self._weighted(raw.parts, raw.blocks))
         if len(self.functions) > 1:
             scores["function"] = total({name: parts[name] for name in self.functions})
         return scores
 
-    def _of_functions(self, parts: Parts) -> Parts:
-        """{function: scores [B] times its weight}"""
-        return {name: weight * parts[name] for name, (_, weight) in self.functions.items() if name in parts}
-
-    def _of_models(self, raw: RawScores, change: Callable[[str, Tensor], Tensor]) -> Parts:
-        """{reward model: scores [B]}: 0.4 that of the whole response + 0.6 that of its answer block, if it
-        has one, times the weight. change: (name, raw scores) -> the scores to mix."""
-        parts = {}
+    def _weighted(self, parts: Parts, blocks: Parts) -> Parts:
+        """{part: scores [B]}, those of models and functions times their weights; of a model 0.4 that of the
+        whole response + 0.6 that of its answer block, if it has one."""
+        found = dict(parts)
         for name, (_, weight) in self.models.items():
-            whole = change(name, raw.parts[name])
-            block = change(name, raw.blocks[name])
-            parts[name] = weight * torch.where(block.isnan(), whole, 0.4 * whole + 0.6 * block)
-        return parts
+            block = blocks[name]
+            found[name] = weight * torch.where(block.isnan(), parts[name], 0.4 * parts[name] + 0.6 * block)
+        for name, (_, weight) in self.functions.items():
+            found[name] = weight * parts[name]
+        return found
 
     def _clipped(self, name: str, scores: Tensor) -> Tensor:
         """Scores clipped to ±3, normalised before if their part is."""
@@ -281,20 +276,18 @@ class Reward:
 named_as_evaluation = partial(errors_renamed, r"--reward_(fn|model)\b", r"--eval_reward_\1")
 
 
-class Judge(Reward):
+class EvalReward(Reward):
     """The evaluation reward of a run; without any model or function it has no scores. Its scores are taken as
     they are, neither clipped nor normalised. Its models see a thought only with ``--reasoning 1``, as those
     that train."""
 
-    raw_scores = named_as_evaluation()(Reward.raw_scores)
+    score_parts = named_as_evaluation()(Reward.score_parts)
 
     def combine(self, raw: RawScores, world: Any = None) -> Parts:
-        """``RawScores`` -> {name: scores [B]}, "judge" is the sum of the others; {} without a judge."""
+        """``RawScores`` -> {name: scores [B]}, "judge" is the sum of the others; {} without any."""
         if not raw.parts:
             return {}
-        judges = self.models.items() | self.functions.items()
-        weighted = raw.parts | {name: weight * raw.parts[name] for name, (_, weight) in judges}
-        parts = {f"judge_{name}": scores for name, scores in weighted.items()}
+        parts = {f"judge_{name}": x for name, x in self._weighted(raw.parts, raw.blocks).items()}
         return {"judge": total(parts)} | (parts if len(parts) > 1 else {})
 
 
@@ -344,14 +337,14 @@ def make_reward(args: Namespace, functions: RewardFunctions) -> Reward:
     )
 
 
-def make_judge(args: Namespace, functions: RewardFunctions) -> Judge:
-    """Flags -> the ``Judge`` of the run, as ``make_reward``. functions: of --eval_reward_fn."""
-    return Judge(
+def make_eval_reward(args: Namespace, functions: RewardFunctions) -> EvalReward:
+    """Flags -> the ``EvalReward`` of the run, as ``make_reward``. functions: of --eval_reward_fn."""
+    return EvalReward(
         models=not_loaded(args.eval_reward_model),
         functions=functions,
         reward_timeout=args.reward_timeout,
         merge_history=args.merge_history,
-        whole=args.reasoning,
+        with_thoughts=args.reasoning,
     )
 
 
@@ -365,9 +358,9 @@ def not_loaded(specs: list[str]) -> RewardModels:
 
 
 def load_models(reward: Reward, args: Namespace, device: torch.device, dtype: torch.dtype) -> None:
-    """Load the models of a reward or judge, which ``make_reward`` or ``make_judge`` has made. Raises
-    InputError, which names the flag of the judge where it is one."""
-    if isinstance(reward, Judge):
+    """Load the models of a reward, which ``make_reward`` or ``make_eval_reward`` has made. Raises InputError,
+    which names the flag."""
+    if isinstance(reward, EvalReward):
         with named_as_evaluation():
             reward.models = load_reward_models(args.eval_reward_model, args, device, dtype)
     else:

@@ -3,9 +3,10 @@
     def score(prompts, responses, answers):     # B prompts (text or messages), texts, answers (text or None)
         return [...]                            # B finite numbers, lists of steps, or None: nothing to say
 
-Functions that were written for TRL or verl are known by their parameters (``kind_of``) and called as these
-call them. What a function may ask for and return, with examples: docs/rewards.md. Its scores are a part of
-the reward (combine.py). A call may take ``--reward_timeout`` seconds.
+Functions that were written for TRL or verl are known by their parameters (``signature_of``). There is one
+mechanism for all: columns of B values (``columns_of``), of which a function gets those that its parameters
+name. What a function may ask for and return, with examples: docs/rewards.md. Its scores are a part of the
+reward (combine.py). A call may take ``--reward_timeout`` seconds.
 """
 
 import asyncio
@@ -19,14 +20,15 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, chdir, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from inspect import Parameter
 from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -45,11 +47,16 @@ Returned = tuple[list[float | None], list[Steps]]
 # must not be called wrongly.
 PLACES: dict[str, int | None] = dict.fromkeys(("data_source", "data_sources", "extra_info"))
 PLACES |= {"prompts": 0, "prompt": 0, "responses": 1, "response": 1, "completion": 1, "ground_truth": 2}
-# What TRL gives beside the fields of the records; answers: where no field has this name.
-TRL = ("prompts", "completions", "completion_ids", "answers", "trainer_state", "log_metric", "log_extra")
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+GIVEN = {  # {kind: the parameters that need no field of the records}
+    "ours": (),  # its first three are given by position
+    "TRL": (
+        *("prompts", "completions", "completion_ids", "answers"),  # answers: where no field has this name
+        *("trainer_state", "log_metric", "log_extra"),
+    ),
+    "verl": ("solution_str", "ground_truth", "extra_info"),
+}
+VERL = ("data_source", *GIVEN["verl"])  # all that it can ask for
 MADE_UP = ("7", "The answer is 7.")  # responses with which a function is tried
-OF_RUN = ("step", "total_steps")  # what a function may ask for that is no field
 SIGNATURES = (
     "(prompts, responses, answers, ...), TRL's (prompts, completions, ..., **kwargs) or "
     "verl's (data_source, solution_str, ground_truth, extra_info)"
@@ -62,10 +69,10 @@ class Request:
 
     prompts: list[Prompt]
     responses: list[str]
-    finished: list[bool]  # False for a response that was cut at --max_gen_len
-    lengths: Sequence[int]  # in tokens
+    finished: Sequence[bool] = ()  # False for a response that was cut at --max_gen_len
+    lengths: Sequence[int] = ()  # in tokens
     ids: Sequence[list[int]] = ()  # their tokens
-    of_run: dict[str, object] = field(default_factory=dict)  # ``values_of_run``
+    run_values: dict[str, object] = field(default_factory=dict)  # ``run_values``
     logged: dict[str, list[float]] = field(default_factory=dict)  # {name: what a function gave log_metric}
 
 
@@ -95,17 +102,19 @@ def named_functions(specs: list[str]) -> dict[str, tuple[str, str, float]]:
 
 def load_reward_functions(specs: list[str]) -> RewardFunctions:
     """--reward_fn -> the functions with their weights. Raises InputError if one does not exist, if importing
-    its file fails, or if its parameters are of no ``kind_of``."""
+    its file fails, or as ``signature_of``."""
     modules: dict[str, ModuleType] = {}  # a file is imported once
     found = {}
     for part, (path, name, weight) in named_functions(specs).items():
         if path not in modules:
             modules[path] = import_file(path, name)
-        function = getattr(modules[path], name, None)
+        function: Any = getattr(modules[path], name, None)
         if not callable(function):
             raise InputError(f"--reward_fn {path}: has no function {name!r}")
+        if not isinstance(function, Hashable):  # an object such as a dataclass, whose method has a hash
+            function = function.__call__
         with named_in_errors(part):
-            kind_of(function)
+            signature_of(function)
         found[part] = function, weight
     return found
 
@@ -168,7 +177,7 @@ def contained() -> Iterator[None]:
     threads = torch.get_num_threads()
     streams = sys.stdout, sys.stderr
     try:
-        with torch.set_grad_enabled(True):
+        with torch.set_grad_enabled(True), chdir(os.getcwd()):
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -185,172 +194,124 @@ def contained() -> Iterator[None]:
 # ---------------------------------------------------------------- what it takes
 
 
-def parameters(function: RewardFunction) -> dict[str, Parameter]:
-    """{name: parameter}. Raises InputError where Python does not know them."""
+@dataclass(frozen=True)
+class Signature:
+    """What a function takes."""
+
+    kind: str  # by whose custom it is called: "ours", "TRL" or "verl"
+    first_three: list[str]  # of ours: the parameters that get prompts, responses and answers, by position
+    names: dict[str, bool]  # {another parameter, given by name: whether it has no default}
+    takes_all: bool  # it has **columns
+
+    def takes(self, name: str) -> bool:
+        """Whether a column of this name is passed on, if there is one."""
+        return name in self.names or (self.takes_all and name not in self.first_three)
+
+
+@cache
+def signature_of(function: RewardFunction) -> Signature:
+    """The parameters of a function, read once. Raises InputError if they are of no kind that is known."""
     try:
-        return dict(inspect.signature(function).parameters)
+        signature = inspect.signature(function)
     except ValueError:
         raise InputError(
             "--reward_fn: the parameters of a compiled function are not known; call it in one of your own"
         ) from None
-
-
-def kind_of(function: RewardFunction) -> str:
-    """By whose custom a function is called: "verl", "TRL" or "ours". Raises InputError if its parameters fit
-    none of these."""
-    names = parameters(function)
-    kinds = [p.kind for p in names.values()]
-    described = f"({', '.join(map(str, names.values()))[:100]})"
+    parameters = signature.parameters
+    kinds = [p.kind for p in parameters.values()]
+    described = str(signature)[:100]
     if kinds == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
         raise InputError(
             f"--reward_fn: {described} does not say what the function takes; put @functools.wraps(function) "
             "into its decorator, or name the parameters"
         )
+    names = {
+        name: p.default is p.empty
+        for name, p in parameters.items()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    first_three: list[str] = []
     if "solution_str" in names:
         kind = "verl"
-        fits = {*VERL}.issuperset(name for name, p in names.items() if must_have(p))
-    elif [*names] == ["prompts", "completions", "answers"]:  # TRL's have to take more: **kwargs
-        kind = "ours"
-        fits = True
-    elif {"completions", "completion_ids"} & names.keys() or kinds == [Parameter.VAR_KEYWORD]:
+        fits = all(name in VERL for name, needed in names.items() if needed)
+    elif [*parameters] != ["prompts", "completions", "answers"] and (  # TRL's have to take more: **kwargs
+        {"completions", "completion_ids"} & names.keys() or kinds == [Parameter.VAR_KEYWORD]
+    ):
         kind = "TRL"
         fits = Parameter.POSITIONAL_ONLY not in kinds
     else:
         kind = "ours"
-        places = enumerate([*names][:3])
-        fits = bool(first_three(function)) and all(PLACES.get(name, place) == place for place, name in places)
+        places = enumerate([*parameters][:3])
+        fits = all(PLACES.get(name, place) == place for place, name in places)
+        try:
+            first_three = [*signature.bind_partial("prompts", "responses", "answers").arguments]
+        except TypeError:  # it takes fewer
+            fits = False
     if not fits:
         raise InputError(f"--reward_fn: a function takes {SIGNATURES}; this one takes {described}")
-    return kind
+    names = {name: needed for name, needed in names.items() if name not in first_three}
+    return Signature(kind, first_three, names, Parameter.VAR_KEYWORD in kinds)
 
 
-def first_three(function: RewardFunction) -> list[str]:
-    """The names of the parameters that get prompts, responses and answers; [] if it takes fewer."""
-    try:
-        return [*inspect.signature(function).bind_partial("prompts", "responses", "answers").arguments]
-    except TypeError:
-        return []
-
-
-def wanted(function: RewardFunction) -> dict[str, Parameter]:
-    """What a function asks for beside what every function of its kind is given -> {name: parameter}: fields
-    of the records, and ``OF_RUN``. Raises InputError as ``kind_of``."""
-    kind = kind_of(function)
-    given = {"verl": VERL[1:], "TRL": TRL, "ours": first_three(function)}[kind]
-    return {
-        name: p
-        for name, p in parameters(function).items()
-        if name not in given and p.kind != p.VAR_POSITIONAL and (kind != "verl" or name in VERL)
-    }
-
-
-def must_have(p: Parameter) -> bool:
-    """Whether a parameter has no default, and is not *rest or **columns."""
-    return p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-
-
-def takes(function: RewardFunction, name: str) -> bool:
-    """Whether a function has a parameter of this name, or takes all names."""
-    found = parameters(function)
-    return name in found or any(p.kind == p.VAR_KEYWORD for p in found.values())
-
-
-def check_fields(functions: RewardFunctions, of_run: list[str], *datasets: RecordDataset | None) -> None:
-    """Raise InputError if a function asks for what the records of one of the datasets do not have. of_run:
-    what it may ask for besides (``names_of_run``)."""
+def check_fields(functions: RewardFunctions, known: Iterable[str], *datasets: RecordDataset | None) -> None:
+    """Raise InputError if a function asks for what the records of one of the datasets do not have. known:
+    what it may ask for besides (``run_values``)."""
     for part, (function, _) in functions.items():
         with named_in_errors(part):
-            check_fields_of(function, of_run, *datasets)
+            signature = signature_of(function)
+            needed = [name for name, needed in signature.names.items() if needed]
+            for data in filter(None, datasets):
+                for name in needed:
+                    if name not in (*data.columns, *known, *GIVEN[signature.kind]):
+                        raise InputError(
+                            f"--reward_fn: its parameter {name!r} is no key of the records of "
+                            f"{data.path}; {keys_found(data.columns)}: rename it, or give it a default"
+                        )
+                for name in signature.first_three[2:]:
+                    if name not in data.columns or name in ("answer", data.keys.answer):
+                        continue
+                    if data[0].record.get(name) != data[0].answer:
+                        raise InputError(
+                            f"--reward_fn: its third parameter {name!r} gets the answers, but records of "
+                            f"{data.path} have a field of that name with something else in it; give "
+                            f"--answer_key {name}, or call the third answers and ask for {name} behind it"
+                        )
 
 
-def check_fields_of(function: RewardFunction, of_run: list[str], *datasets: RecordDataset | None) -> None:
-    """``check_fields`` of one function."""
-    asked = wanted(function)
-    third = first_three(function)[2:] if kind_of(function) == "ours" else []  # it gets the answers
-    for data in filter(None, datasets):
-        for parameter, p in asked.items():
-            if must_have(p) and parameter not in data.columns and parameter not in of_run:
-                raise InputError(
-                    f"--reward_fn: its parameter {parameter!r} is no key of the records of {data.path}; "
-                    f"{keys_found(data.columns)}: rename it, or give it a default"
-                )
-        for name in third:
-            if name not in data.columns or name in ("answer", data.keys.answer):
-                continue
-            if data[0].record.get(name) != data[0].answer:
-                raise InputError(
-                    f"--reward_fn: its third parameter {name!r} gets the answers, but records of {data.path} "
-                    f"have a field of that name with something else in it; give --answer_key {name}, or "
-                    f"call the third answers and ask for {name} behind it"
-                )
-
-
-def names_of_run(*datasets: RecordDataset | None) -> list[str]:
-    """Those of ``OF_RUN`` that are no field in any of these datasets: a field comes first."""
-    fields = {name for data in filter(None, datasets) for name in data.columns}
-    return [name for name in OF_RUN if name not in fields]
-
-
-def values_of_run(names: list[str], step: int, total_steps: int) -> dict[str, object]:
-    """{one of ``names_of_run``: its value}, and TRL's trainer_state. step: batches learned from so far."""
-    known = {"step": step, "total_steps": total_steps}
+def run_values(step: int, total_steps: int, *datasets: RecordDataset | None) -> dict[str, object]:
+    """{name: value} of what a function may ask for that is no field in any of these datasets: a field comes
+    first. step: batches learned from so far."""
     state = SimpleNamespace(global_step=step, max_steps=total_steps)
-    return {name: known[name] for name in names} | {"trainer_state": state}
+    values = {"step": step, "total_steps": total_steps, "trainer_state": state}
+    fields = {name for data in filter(None, datasets) for name in data.columns}
+    return {name: value for name, value in values.items() if name not in fields}
 
 
 def fields_read(function: RewardFunction, columns: Iterable[str]) -> list[str]:
     """Those of the records' fields (columns) that a function asks for."""
-    if kind_of(function) == "verl":
-        read = {"reward_model", *filter(partial(takes, function), VERL)}
-        return [name for name in columns if name in read]
-    asked = wanted(function)
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in asked.values())
-    given = parameters(function).keys() - asked.keys()
-    return [name for name in columns if name in asked or (takes_all and name not in given)]
+    signature = signature_of(function)
+    if signature.kind == "verl":
+        return [x for x in columns if x == "reward_model" or (x in VERL and signature.takes(x))]
+    given = signature.names.keys() & GIVEN[signature.kind]
+    return [name for name in columns if signature.takes(name) and name not in given]
 
 
-def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
-    """What the function asks for (``wanted``) -> {name: its value}, of fields of the records a list of B.
-    ``of_run`` has names that are no fields."""
-    asked = wanted(function)
+def columns_of(kind: str, request: Request) -> dict[str, Any]:
+    """{name: a list of B values} of all that a function of this kind can get by name, but for
+    ``Request.run_values``. Of TRL's, a few are no lists."""
     records = [prompt.record for prompt in request.prompts]
-    needed = {name for name, p in asked.items() if must_have(p)}
-    names = needed.union(fields_read(function, set().union(*records)))
-    found: dict[str, object] = {name: [record.get(name) for record in records] for name in sorted(names)}
-    return found | {name: value for name, value in request.of_run.items() if name in asked}
-
-
-Call = tuple[tuple[object, ...], dict[str, object]]  # by position, by name
-
-
-def calls_of(function: RewardFunction, request: Request) -> list[Call]:
-    """How to call a function for B responses: once, or verl's once for each."""
-    pairs = [*zip(request.prompts, request.responses, strict=True)]
-    prompts = [prompt.prompt for prompt in request.prompts]
-    answers = [prompt.answer for prompt in request.prompts]
-    match kind_of(function):
-        case "ours":
-            return [((prompts, request.responses, answers), arguments(function, request))]
-        case "verl":
-            rows = [verl_row(prompt, response) for prompt, response in pairs]
-        case _:
-            rows = [arguments(function, request) | trl_row(request)]
-    return [((), {name: x for name, x in row.items() if takes(function, name)}) for row in rows]
-
-
-def verl_row(prompt: Prompt, response: str) -> dict[str, object]:
-    """What verl gives a function."""
-    record = prompt.record
-    truth = record.get("ground_truth", prompt.answer)
-    match record:
-        case {"reward_model": {"ground_truth": of_model}}:
-            truth = of_model
-    extra = record.get("extra_info") or {}
-    return dict(zip(VERL, (record.get("data_source"), response, truth, extra), strict=True))
-
-
-def trl_row(request: Request) -> dict[str, object]:
-    """What TRL gives a function beside fields: completions are messages where the prompt is."""
+    fields: dict[str, Any] = {
+        name: [record.get(name) for record in records] for name in sorted(set().union(*records))
+    }
+    if kind == "ours":
+        return fields
+    if kind == "verl":
+        return {
+            "data_source": [record.get("data_source") for record in records],
+            "solution_str": request.responses,
+            "ground_truth": [ground_truth(prompt) for prompt in request.prompts],
+            "extra_info": [record.get("extra_info") or {} for record in records],
+        }
 
     def log_metric(name: str, value: float) -> None:
         request.logged.setdefault(str(name), []).append(float(value))
@@ -358,62 +319,73 @@ def trl_row(request: Request) -> dict[str, object]:
     def log_extra(column: str, values: list) -> None:
         """TRL's table of completions has these; samples.jsonl has not."""
 
-    whole = [
-        whole_answer(prompt.prompt, text)
-        for prompt, text in zip(request.prompts, request.responses, strict=True)
-    ]
-    prompts = [prompt for prompt, _ in whole]
-    completions = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in whole
-    ]
-    answers = [prompt.record.get("answers", prompt.answer) for prompt in request.prompts]
-    state = request.of_run.get("trainer_state")
-    values = (prompts, completions, request.ids, answers, state, log_metric, log_extra)
-    return dict(zip(TRL, values, strict=True))
+    pairs = zip(request.prompts, request.responses, strict=True)
+    whole = [whole_answer(prompt.prompt, text) for prompt, text in pairs]
+    return fields | {
+        "prompts": [prompt for prompt, _ in whole],
+        "completions": [  # messages where the prompt is
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in whole
+        ],
+        "completion_ids": request.ids,
+        "answers": [prompt.record.get("answers", prompt.answer) for prompt in request.prompts],
+        "trainer_state": request.run_values.get("trainer_state"),
+        "log_metric": log_metric,
+        "log_extra": log_extra,
+    }
+
+
+def ground_truth(prompt: Prompt) -> object:
+    """What verl calls the answer of a record."""
+    match prompt.record:
+        case {"reward_model": {"ground_truth": truth}} | {"ground_truth": truth}:
+            return truth
+    return prompt.answer
+
+
+def arguments(function: RewardFunction, request: Request) -> dict[str, Any]:
+    """-> {parameter: the column that it gets}"""
+    signature = signature_of(function)
+    given = {name: x for name, x in columns_of(signature.kind, request).items() if signature.takes(name)}
+    if signature.kind == "verl":  # it asks for no other names
+        return given
+    for name, needed in signature.names.items():
+        if name in request.run_values and name not in given:
+            given[name] = request.run_values[name]
+        elif needed and name not in given:
+            given[name] = [None] * len(request.prompts)  # no record of the batch has this field
+    return given
 
 
 # ---------------------------------------------------------------- the call
 
 
 def try_reward_functions(
-    functions: RewardFunctions, of_run: dict[str, object], seconds: float, *datasets: RecordDataset | None
+    functions: RewardFunctions, values: dict[str, object], seconds: float, *datasets: RecordDataset | None
 ) -> None:
-    """Call each function once, and once more for another dataset if that has other fields for it or no
-    answers. Raises InputError as ``try_reward_function``."""
+    """Call each function once, with made-up responses to the first prompts, and once more for another dataset
+    if that has other fields for it or no answers. The scores are thrown away. Raises InputError as
+    ``call_reward_function``, and where the first scores are all None and no record has an answer."""
     for part, (function, _) in functions.items():
         tried: list[object] = []
-        for data in filter(None, datasets):
-            given = {*fields_read(function, data.columns)}, getattr(data, "with_answer", 0) > 0
-            if given not in tried:
-                with named_in_errors(part):
-                    try_reward_function(function, data, of_run, seconds, must_say=not tried)
-                tried.append(given)
-
-
-def try_reward_function(
-    function: RewardFunction, data: RecordDataset, of_run: dict[str, object], seconds: float, must_say: bool
-) -> None:
-    """Call a function once, with made-up responses to the first prompts. Raises InputError as
-    ``call_reward_function``, with a hint where no record has an answer; the scores are thrown away. must_say:
-    also raised where these are all None and there are no answers."""
-    prompts = [data[i % len(data)] for i in range(len(MADE_UP))]
-    request = Request(
-        prompts=prompts,
-        responses=[*MADE_UP],
-        finished=[True] * len(MADE_UP),
-        lengths=[len(text.split()) for text in MADE_UP],
-        ids=[prompt.prompt_ids[:4] for prompt in prompts],
-        of_run=of_run,
-    )
-    known = not isinstance(data, RLAIFDataset) or data.with_answer
-    hint = "" if known else "; no record has an answer: --answer_key names its field"
-    try:
-        scores, _ = call_reward_function(function, request, seconds)
-    except InputError as error:
-        raise InputError(f"{error}; it was called for {data.path}{hint}") from error
-    if must_say and hint and set(scores) == {None}:
-        raise InputError(f"--reward_fn: it says nothing of any response{hint}")
+        for data in datasets:
+            if not isinstance(data, RLAIFDataset):  # none, or logged answers, which have their scores
+                continue
+            given = {*fields_read(function, data.columns)}, data.with_answer > 0
+            if given in tried:
+                continue
+            prompts = [data[i % len(data)] for i in range(len(MADE_UP))]
+            ids = [prompt.prompt_ids[:4] for prompt in prompts]
+            request = Request(prompts, [*MADE_UP], ids=ids, run_values=values)
+            hint = "" if data.with_answer else "; no record has an answer: --answer_key names its field"
+            with named_in_errors(part):
+                try:
+                    scores, _ = call_reward_function(function, request, seconds)
+                except InputError as error:
+                    raise InputError(f"{error}; it was called for {data.path}{hint}") from error
+                if hint and not tried and set(scores) == {None}:
+                    raise InputError(f"--reward_fn: it says nothing of any response{hint}")
+            tried.append(given)
 
 
 def call_reward_function(function: RewardFunction, request: Request, seconds: float) -> Returned:
@@ -425,18 +397,22 @@ def call_reward_function(function: RewardFunction, request: Request, seconds: fl
     """
     if not request.responses:
         return [], []
-    kind = kind_of(function)
-    calls = copy.deepcopy(calls_of(function, request))  # so that the function may change its arguments
+    kind = signature_of(function).kind
+    # Copies, so that the function may change its arguments
+    given = copy.deepcopy(arguments(function, request))
+    first = []
+    if kind == "ours":
+        prompts = [prompt.prompt for prompt in request.prompts]
+        first = copy.deepcopy([prompts, request.responses, [prompt.answer for prompt in request.prompts]])
     try:
         with time_limit(seconds), contained():
-            returned = [function(*given, **named) for given, named in calls]
-            if any(map(inspect.isawaitable, returned)):
-                returned = await_all(returned)
             if kind == "verl":
+                rows = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
+                returned = await_all([function(**row) for row in rows])
                 found: object = [x.get("score", x) if isinstance(x, dict) else x for x in returned]
             else:
-                [found] = returned
-            scores, steps = as_scores(found, request.responses)
+                [found] = await_all([function(*first, **given)])
+            scores, steps = as_scores(found, request.responses, nan_is_none=kind == "TRL")
     except TimeUp:
         raise InputError(
             f"--reward_fn: no answer after {seconds:g} s; speed it up or raise --reward_timeout"
@@ -451,11 +427,6 @@ def call_reward_function(function: RewardFunction, request: Request, seconds: fl
         raise InputError(
             f"--reward_fn: {reason}{places[0] if places else ' when it was called'}; correct the function"
         ) from error
-    if kind == "TRL":  # there NaN is None
-        scores = [
-            None if not of_steps and x is not None and math.isnan(x) else x
-            for x, of_steps in zip(scores, steps, strict=True)
-        ]
     return scores, steps
 
 
@@ -466,7 +437,9 @@ def event_loop() -> asyncio.Runner:
 
 
 def await_all(returned: list[object]) -> list[object]:
-    """What async calls return, all of them at work at the same time."""
+    """What calls return: of async ones, all at work at the same time, what they end with."""
+    if not any(map(inspect.isawaitable, returned)):
+        return returned
 
     async def value(x: object) -> object:
         return await x if isinstance(x, Awaitable) else x
@@ -489,12 +462,14 @@ def await_all(returned: list[object]) -> list[object]:
 UNORDERED = (str, bytes, dict, set)  # no lists of scores
 
 
-def as_scores(returned: object, responses: list[str]) -> Returned:
+def as_scores(returned: Any, responses: list[str], nan_is_none: bool) -> Returned:
     """-> a number for each of these responses, the sum of its steps where it has any, or None; and the steps
     of each. Raises InputError that says what is wrong with what was returned."""
-    single = getattr(returned, "ndim", 1) == 0  # a tensor of one number
-    is_list = isinstance(returned, Iterable) and not isinstance(returned, UNORDERED) and not single
-    given = list(returned) if is_list else []  # type: ignore[call-overload]
+    try:
+        given = iter(()) if isinstance(returned, UNORDERED) else iter(returned)
+    except TypeError:
+        given = iter(())
+    given = [*given]
     if len(given) != len(responses):
         raise InputError(
             f"--reward_fn: returned {len(given)} scores for {len(responses)} responses: {_shown(returned)}; "
@@ -516,7 +491,9 @@ def as_scores(returned: object, responses: list[str]) -> Returned:
                 f"--reward_fn: score {number} is {_shown(score)}; it must be a number, or a list of pairs "
                 f"(character offset, score) with offsets from 0 to {len(response)}, or None for the end"
             ) from None
-        scores.append(None if score is None else sum(points for _, points in found))
+        total = sum(points for _, points in found)
+        nothing = score is None or (nan_is_none and not by_step and math.isnan(total))
+        scores.append(None if nothing else total)
         steps.append(found if by_step else [])
     return scores, steps
 

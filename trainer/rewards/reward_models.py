@@ -41,11 +41,11 @@ from model.loading import (
 )
 from model.weights import keep_in_half, make_score_heads, short_hash, weights_hash
 from trainer.compute.batch import length_mask
-from trainer.compute.batching import Layout, pad_right, tokens_per_pass
+from trainer.compute.batching import Layout, pad_right, tokens_per_forward
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.precision import autocast
 from trainer.compute.scoring import pack_sequences, packed_states
-from trainer.compute.sharding import InStep
+from trainer.compute.sharding import ShardGroup
 
 Conversations = list[Exchange]  # pairs of a prompt, messages or text, and a response
 
@@ -64,7 +64,7 @@ class RewardModel(ABC):
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
     form: str = ""  # --reward_template, or what a classifier without a chat template reads
-    in_step: InStep | None = None  # where the model is sharded
+    shard_group: ShardGroup | None = None  # where the model is sharded
     root: nn.Module = field(init=False)  # what is sharded, of a classifier
 
     pairs = False  # whether it reads prompt and response as two texts
@@ -122,7 +122,7 @@ class ClassifierRewardModel(RewardModel):
         """N pairs -> scores [N], fp32 on the CPU. A conversation that is longer than the model's limit loses
         its beginning, but not what the tokenizer puts before any text: the score is read at the end, or at
         that token (BERT). A sharded model needs all processes."""
-        with self.in_step.world.all_or_none() if self.in_step else nullcontext():
+        with self.shard_group.world.all_or_none() if self.shard_group else nullcontext():
             if self.pairs:
                 ids, types = pair_ids(self.tokenizer, conversations)
             else:
@@ -130,6 +130,7 @@ class ClassifierRewardModel(RewardModel):
             kept = len(bos_and_eos(self.tokenizer)[0])
             ids, types = ([x[:kept] + x[kept:][kept - self.max_length :] for x in y] for y in (ids, types))
         scores = torch.empty(len(ids))
+        budget = tokens_per_forward(self.model.device)
 
         def score_some(rows):
             some = ([x[row] for row in rows] or [[0]] for x in (ids, types))
@@ -138,10 +139,10 @@ class ClassifierRewardModel(RewardModel):
         each_micro_batch(
             lengths=[len(x) for x in ids],
             # A model that looks for pad tokens and knows none gets conversations without any.
-            token_budget=tokens_per_pass(self.model.device) if self.packs or self.pad_id is not None else 1,
+            token_budget=budget if self.packs or self.pad_id is not None else 1,
             work=score_some,
             name="reward model",
-            in_step=self.in_step,
+            shard_group=self.shard_group,
         )
         return scores - self.offset
 
@@ -175,7 +176,7 @@ def score_packed(
     if pad_id is not None:
         counts &= tokens != pad_id
     last = (counts * torch.arange(tokens.shape[1], device=tokens.device)).argmax(1)
-    scores = classifier.get_submodule("score")(states[layout.starts[:-1] + last])
+    scores = classifier.get_submodule("score")(states[layout.cu_seqlens[:-1] + last])
     return scores.squeeze(-1), states, balance
 
 
@@ -214,7 +215,7 @@ class RemoteRewardModel(RewardModel):
         budget = 1  # one at a time
         if self.batched:
             lengths = [len(ids) for ids in conversation_ids(self.tokenizer, conversations)]
-            budget = tokens_per_pass(self.model.device)
+            budget = tokens_per_forward(self.model.device)
 
         def score_some(rows):
             some = [chats[row] for row in rows] if self.batched else chats[rows[0]]
@@ -227,7 +228,7 @@ class RemoteRewardModel(RewardModel):
 
 
 @contextmanager
-def named_in_errors(path: str) -> Iterator[None]:
+def loading_errors(path: str) -> Iterator[None]:
     """In this block, errors are InputErrors that name this reward model."""
     where = "cannot be loaded" if Path(path).exists() else "no such folder here, and not loaded from the hub"
     with quiet(), as_input_error(f"--reward_model {path}: {where}"):
@@ -237,7 +238,7 @@ def named_in_errors(path: str) -> Iterator[None]:
 def check_reward_model(spec: str, trust_remote_code: bool) -> None:
     """Raise InputError where there is no reward model of this name, or its config cannot be read."""
     path, _ = parse_spec(spec)
-    with named_in_errors(path):
+    with loading_errors(path):
         load_config(path, trust_remote_code)
 
 
@@ -254,7 +255,7 @@ def load_reward_model(
     dtype: of mixed precision. weights: in which linear layers and embeddings are kept, "auto" for that of the
     checkpoint; form: of --reward_template. Raises InputError if it cannot be loaded or is not a reward model.
     """
-    with named_in_errors(path):
+    with loading_errors(path):
         config = load_config(path, trust_remote_code)
         outside = is_from_outside(config)
         classifies = "ForSequenceClassification" in str(config.architectures)

@@ -4,8 +4,8 @@
       -> {"rewards": [number, …]}
 
 Prompts are texts as the policy reads them, chat template included, and the space behind them where the policy
-sampled one that the text of the response does not have. The request also has "responses" (texts)
-and "messages" (prompts as they stand in the data), for servers that need the two apart. ``Reward.raw_scores``
+sampled one that the text of the response does not have. The request also has "responses" (texts) and
+"messages" (prompts as they stand in the data), for servers that need the two apart. ``Reward.score_parts``
 (combine.py) calls it.
 """
 

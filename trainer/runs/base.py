@@ -9,7 +9,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from transformers import PreTrainedTokenizerBase
 from dataset.lm_dataset import RecordDataset
 from model.saving import SaveDtype
 from trainer.compute.precision import LossScale
-from trainer.compute.sharding import InStep
+from trainer.compute.sharding import ShardGroup
 from trainer.runs.displays import Display, StepLog
 from trainer.runs.distributed import World
 
 ROOT = Path(__file__).resolve().parents[2]
+Say = Callable[[str], object]  # prints a line
 
 
 class SavedAttributes:
@@ -43,7 +44,7 @@ class SavedAttributes:
 
 @dataclass
 class Progress:
-    """How far a run has come: what changes from batch to batch besides weights and moments."""
+    """How far a run has come: what changes from batch to batch besides weights and optimizer state."""
 
     token_budget: int  # tokens of one micro-batch at most; halved when memory runs out
     step: int = 0  # batches done; it fixes the place in the data, the sampling noise and the learning rates
@@ -53,7 +54,8 @@ class Progress:
 
 @dataclass
 class Learner:
-    """A model that trains, its optimizer and schedule. PPO has two (critic, actor), stages 1 and 2 one."""
+    """The train state of one model: the model, its optimizer and its schedule. PPO has two (critic, actor),
+    stages 1 and 2 one."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -93,16 +95,16 @@ class Run(ABC):
     data: Any  # what it learns from: a ``Dataset`` with a length
     held_out: RecordDataset[Any] | None  # of an evaluation
     held_out_pairs: Sized | None = None  # of offline PPO
-    judged_by: str = ""  # a hash of the judge; "" without
+    eval_reward_hash: str = ""  # of --eval_reward_fn and --eval_reward_model; "" without
     learners: dict[str, Learner]
-    # {name: what a checkpoint keeps besides weights and moments}: in state.json, or where it has tensors in a
-    # file of its own. ``load_state_dict`` gets {} where the checkpoint has none; it may raise KeyError.
+    # {name: what a checkpoint has besides weights and optimizer state} (checkpoints.py). ``load_state_dict``
+    # gets {} where the checkpoint has none; it may raise KeyError.
     states: dict[str, Stateful]
     loss_scale: LossScale
     progress: Progress
     total_steps: int  # batches
     answers: int = 1  # responses to each record
-    in_step: InStep | None = None  # with --shard 1
+    shard_group: ShardGroup | None = None  # with --shard 1
 
     folder: Path
     result_path: Path
@@ -155,21 +157,19 @@ class Run(ABC):
         """{name: value}: what health.py and the report read of a run's start."""
         return {
             "held_out": len(self.held_out_pairs or self.held_out or ()),
-            # {beginning of metrics: [[the first step, a hash of what they depend on], …]}; ``write_config``
-            # (resume.py) adds what a run was resumed with
-            "evaluated_by": {
-                "eval/": [[0, self.held_out.fingerprint if self.held_out else ""]],
-                "eval/judge": [[0, self.judged_by]],
-            },
+            # A hash of what evaluations depend on, and the first step evaluated so (``write_config``)
+            "evaluated_by": f"{self.held_out.fingerprint} {self.eval_reward_hash}" if self.held_out else "",
+            "evaluated_since": 0,
         }
 
-    def begin(self, logger: Any) -> None:
-        """Choose what the flags leave open and the models decide, before the first evaluation."""
+    def begin(self, say: Say, keep_choice: Callable[[str, float], object]) -> None:
+        """Choose what the flags leave open and the models decide, before the first evaluation.
+        keep_choice(flag, value): writes it into config.json."""
 
-    def restore_best(self, logger: Any) -> None:
-        """After a checkpoint was loaded: take over the best evaluation so far."""
+    def restore_best(self, say: Say) -> None:
+        """After a checkpoint was loaded: take over the best evaluation so far (options/best.py)."""
 
-    def keep_best(self, metrics: dict[str, float], logger: Any) -> None:
+    def keep_best(self, metrics: dict[str, float], say: Say) -> None:
         """After a step was logged: keep its weights if its evaluation is the best so far."""
 
     def best_note(self) -> str:
@@ -177,7 +177,7 @@ class Run(ABC):
         return ""
 
     @abstractmethod
-    def save_result(self, logger: Any) -> None:
+    def save_result(self, say: Say) -> None:
         """Write the files that users load. All processes call it, and the main one writes."""
 
     def command(self, script: str, *words: str | Path) -> str:

@@ -1,9 +1,19 @@
 """Checkpoints: the folder ``checkpoints/step_<n>/``, all that a run needs to continue after batch n.
 
-What is in it, and why it is complete or absent: docs/reliability.md, "Checkpoints". ``modules``,
-``learners`` and ``states`` of a ``Run`` list what to save. What is loaded again from its own
-file is not in it, and no random states: sampling noise, the order of prompts and learning rates are pure
-functions of the seed and the step. Loading runs no code: it reads safetensors, JSON and text.
+    actor.safetensors, critic.safetensors            weights that train; "model" in stages 1 and 2
+    old_actor.safetensors                            where the old actor is a model of its own
+    actor_optimizer.safetensors, …                   optimizer state: AdamW's step, exp_avg, exp_avg_sq
+    state.json                                       ``Progress``, and each of ``Run.states`` by its name
+    <name>.safetensors                               one of ``Run.states`` that has tensors: ema, replay
+    SHA256SUMS                                       of all of them
+
+PPO's states: raw_scores (the rewards' running scales and --missing_eos_penalty), loss_scale (fp16), kl
+(--kl_target), advantage_scale, value_scale, replay, ema (run.py). Stage 2's: loss_scale, zero.
+
+Not in it: models that do not train, which are loaded again from their own files; random states, because
+sampling noise, the order of prompts and learning rates are pure functions of the seed and the step. Loading
+runs no code: it reads safetensors, JSON and text. Why a checkpoint is complete or absent:
+docs/reliability.md, "Checkpoints".
 """
 
 import hashlib
@@ -22,9 +32,9 @@ from atomic_files import move, sync, writing
 from errors import InputError, first_line
 from model.loading import as_input_error
 from model.lora import learned, trained
-from model.weights import whole
+from model.weights import full_tensor
 from trainer.runs.base import Run
-from trainer.runs.optimizer_step import moments_of
+from trainer.runs.optimizer_step import optimizer_state
 
 SUMS = "SHA256SUMS"
 
@@ -35,29 +45,29 @@ def save(run: Run) -> None:
     All processes call it: of sharded tensors the main one gets the whole, one at a time, and writes. Raises
     InputError if a number is not finite or the disk cannot be written; older checkpoints then stay.
     """
-    place = run.folder / f"checkpoints/step_{run.progress.step}"
-    temporary = place.with_name(f".{place.name}.tmp")
+    folder = run.folder / f"checkpoints/step_{run.progress.step}"
+    temporary = folder.with_name(f".{folder.name}.tmp")
     world = run.world
     try:
         for name, tensors in _tensors(run):
             with world.all_or_none(), writing(temporary):
-                kept = {}
+                full_tensors = {}
                 for key, x in tensors.items():
-                    x = whole(x.detach())
+                    x = full_tensor(x.detach())
                     if not x.isfinite().all():
                         raise InputError(
                             f"after step {run.progress.step} the {name} has weights that are not finite: not "
                             "saved; lower the learning rates"
                         )
                     if world.is_main:
-                        kept[key] = x.cpu().contiguous()
+                        full_tensors[key] = x.cpu().contiguous()
                 if world.is_main:
                     temporary.mkdir(parents=True, exist_ok=True)
-                    save_file(kept, temporary / f"{name}.safetensors")
+                    save_file(full_tensors, temporary / f"{name}.safetensors")
         with world.all_or_none(), writing(temporary):
             if world.is_main:
                 _write_states(temporary, run)
-                move(temporary, place)
+                move(temporary, folder)
                 for path in list_checkpoints(run.folder)[: -run.args.keep_checkpoints]:
                     shutil.rmtree(path)
     finally:
@@ -72,7 +82,7 @@ def _tensors(run: Run) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield name, dict(learned(module))
     for name, learner in run.learners.items():
         # Numbered in the order of the model, which sharding does not change.
-        states = enumerate(moments_of(learner.optimizer, p) for p in trained(learner.model))
+        states = enumerate(optimizer_state(learner.optimizer, p) for p in trained(learner.model))
         moments = {f"{number}.{kind}": x for number, state in states for kind, x in state.items()}
         yield f"{name}_optimizer", moments
 
@@ -81,11 +91,11 @@ def _write_states(folder: Path, run: Run) -> None:
     """Write what is besides weights and moments, then the checksums of all files; flush all to the disk."""
     state = asdict(run.progress)
     for name, holder in run.states.items():
-        kept = holder.state_dict()
-        if any(isinstance(x, Tensor) for x in kept.values()):
-            save_file(kept, folder / f"{name}.safetensors")
+        content = holder.state_dict()
+        if any(isinstance(x, Tensor) for x in content.values()):
+            save_file(content, folder / f"{name}.safetensors")
         else:
-            state[name] = kept
+            state[name] = content
     (folder / "state.json").write_text(json.dumps(state), "utf-8")
     # In bytes: sha256sum reads no other ends of lines.
     (folder / SUMS).write_bytes("\n".join(_checksums(folder)).encode())
@@ -120,12 +130,14 @@ def damage(path: Path) -> str:
     """What is wrong with a checkpoint's files, in a few words; '' if all match their checksums. One that was
     being deleted when its process was killed is damaged too."""
     try:
-        lines = (path / SUMS).read_text("utf-8", "replace").splitlines()
-        wrong = {*lines} ^ {*_checksums(path)}
+        listed = (path / SUMS).read_text("utf-8", "replace").splitlines()
+        found = list(_checksums(path))
     except OSError as error:
         return first_line(error)
-    named = [line[66:] for line in sorted(wrong) if line[66:] and line.isprintable()]
-    return f"{[*named, SUMS][0]} is damaged" if wrong else ""
+    for line in found:
+        if line not in listed:
+            return f"{line.split()[-1]} is damaged"
+    return "" if len(found) == len(listed) else f"{SUMS} lists other files"
 
 
 def step_of(path: Path) -> int:

@@ -34,7 +34,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process: its ``rank`` among ``size`` processes, and its device."""
+    """The process group (torch.distributed), as this process sees it: its ``rank`` among ``size`` processes,
+    and its device. With one process there is no group, and every method works without one."""
 
     rank: int
     size: int
@@ -81,19 +82,23 @@ class World:
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
         """If this block raises ``InputError`` in one process, all processes raise ``Agreed`` at the end of
-        the block; that of the main process has the message. All must enter the block, unless they raise
-        before, in a block around it: then those inside raise that error."""
-        mine = None
+        the block; that of the main process has the message.
+
+        All processes must enter the block. In a block within a block one exception is allowed: a process may
+        fail in the outer block before it comes to the inner one. Then the others raise its error at the end
+        of the inner block.
+        """
+        own_error = None
         try:
             yield
         except Agreed:  # in a block inside this one
             raise
         except InputError as error:
-            mine = error
-        for rank, first in enumerate(self.gather(mine)):
+            own_error = error
+        for rank, first in enumerate(self.gather(own_error)):
             if first:
                 text = str(first) if rank == 0 else f"process {rank}: {first}"
-                raise Agreed(text if self.is_main else "") from mine
+                raise Agreed(text if self.is_main else "") from own_error
 
     def check_identical(self, **modules: nn.Module) -> None:
         """End all processes (SystemExit) unless they hold exactly the same weights.

@@ -18,11 +18,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from model.weights import local_part, sharded_and_whole, whole
-from trainer.compute.batching import micro_batches, pass_size
+from model.weights import full_tensor, local_part, sharded_and_whole
+from trainer.compute.batching import micro_batches, tokens_per_micro_batch
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.compute.precision import LossScale
-from trainer.compute.sharding import InStep
+from trainer.compute.sharding import ShardGroup
 from trainer.runs.base import Learner, Progress
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
@@ -49,14 +49,14 @@ class Step(NamedTuple):
 
 @dataclass
 class Updater:
-    """Makes the optimizer steps of a run's models. ``grad_clip``: --grad_clip; in_step: with --shard 1."""
+    """Makes the optimizer steps of a run's models. grad_clip: --grad_clip; shard_group: of --shard 1."""
 
     world: World
     learners: dict[str, Learner]
     loss_scale: LossScale
     progress: Progress
     grad_clip: float
-    in_step: InStep | None = None
+    shard_group: ShardGroup | None = None
 
     def gradients(self, sources: list[GradientSource], pieces: int = 1) -> Metrics:
         """Compute a minibatch's gradients in micro-batches that fit into memory -> ``Metrics`` of the losses.
@@ -66,12 +66,8 @@ class Updater:
         where not even a single sequence fits.
         """
         lengths = [length for lengths, _ in sources for length in lengths]
-        total = sum(lengths)
         longest = max(lengths)
-        wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
-        wanted = min(self.progress.token_budget, wanted)
-        if self.in_step:
-            wanted = self.in_step.most(wanted)
+        wanted = tokens_per_micro_batch(self.progress.token_budget, lengths, pieces)
         budget = wanted
         while (sums := attempt(self.backward, sources, budget)[1]) is None:
             self.forget_gradients()
@@ -96,9 +92,9 @@ class Updater:
 
         for lengths, loss_of in sources:
             batches = micro_batches(lengths, token_budget)
-            if self.in_step:  # all processes have equally many sequences, so no pass is without
-                for rows in self.in_step.passes(batches):
-                    self.in_step.run(learn_from, loss_of, rows)
+            if self.shard_group:  # all processes have equally many sequences, so no pass is without
+                for rows in self.shard_group.equal_passes(batches):
+                    self.shard_group.run(learn_from, loss_of, rows)
             else:
                 for rows in batches:
                     learn_from(loss_of, rows)
@@ -147,7 +143,7 @@ def clip_gradients(model: nn.Module, largest: float) -> float:
     """Clip the norm of all gradients of a model to ``largest``, in place -> the norm before."""
     parts = [part for part in sharded_and_whole(model.parameters()) if part]  # one, without --shard
     norms = [get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
-    norm = whole(norms[0])  # of a sharded part over all processes
+    norm = full_tensor(norms[0])  # of a sharded part over all processes
     if len(norms) > 1:
         norm = get_total_norm([norm, norms[1]])
     for part in parts:
@@ -191,7 +187,7 @@ class AdamWInHalf(AdamW):
         for number, (p, group) in enumerate(trained):
             if p.grad is None:
                 continue
-            state = moments_of(self, p)
+            state = optimizer_state(self, p)
             state["step"] += 1
             step = int(state["step"])
             rate = group["lr"]
@@ -215,9 +211,9 @@ class AdamWInHalf(AdamW):
                 second.copy_(rounded_at_random(v, bits[: len(v)]))
 
 
-def moments_of(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """What an optimizer of ``make_optimizer`` keeps of a parameter: zeros before its first step. The step of
-    ``AdamWInHalf`` is on the CPU, so that reading it waits for no GPU."""
+def optimizer_state(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """The optimizer state of a parameter, for an optimizer of ``make_optimizer``: zeros before the first
+    step. The step of ``AdamWInHalf`` is on the CPU, so that reading it waits for no GPU."""
     state: dict[str, Tensor] = optimizer.state[p]
     if not state:
         half = isinstance(optimizer, AdamWInHalf)

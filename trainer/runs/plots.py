@@ -16,33 +16,33 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainer.runs.displays import Panel
-from trainer.runs.health import Past, Rule
+from trainer.runs.health import History, Rule
 
 HERE = Path(__file__).parent  # of the style sheets
 
 
-def draw_panel(axis: Axes, panel: Panel, past: Past) -> None:
+def draw_panel(axis: Axes, panel: Panel, history: History) -> None:
     """Draw a panel's curves. Evaluations get markers, and so does a single step."""
-    for name, label in panel.curves(past.values).items():
-        values = past.values[name]
+    for name, label in panel.curves(history.values).items():
+        values = history.values[name]
         marker = "o" if name.startswith("eval/") or len(values) == 1 else None
-        axis.plot(past.steps[name], values, label=label, marker=marker)
+        axis.plot(history.steps[name], values, label=label, marker=marker)
 
 
-def draw_png(past: Past, panels: tuple[Panel, ...], path: Path) -> None:
+def draw_png(history: History, panels: tuple[Panel, ...], path: Path) -> None:
     """Draw a run as a PNG at ``path``: the panels, three in a row, no row with less."""
     rows = len(panels) // 3
     with matplotlib.rc_context(fname=HERE / "curves.mplstyle"):
         figure = Figure(figsize=(12, 3.1 * rows))
         for axis, panel in zip(figure.subplots(rows, 3).flat, panels, strict=True):
-            draw_panel(axis, panel, past)
+            draw_panel(axis, panel, history)
             axis.set(title=panel.title, xlabel="step")
             if axis.lines:
                 axis.legend()
         figure.savefig(path)
 
 
-def draw_svgs(past: Past, panels: tuple[Panel, ...], findings: list[Rule]) -> dict[str, str]:
+def draw_svgs(history: History, panels: tuple[Panel, ...], findings: list[Rule]) -> dict[str, str]:
     """The plots of report.html -> {title: SVG} of those panels that this run has numbers for. A dashed
     line is the step at which a finding begins."""
     svgs = {}
@@ -50,7 +50,7 @@ def draw_svgs(past: Past, panels: tuple[Panel, ...], findings: list[Rule]) -> di
         for panel in panels:
             figure = Figure()
             axis = figure.subplots()
-            draw_panel(axis, panel, past)
+            draw_panel(axis, panel, history)
             if not axis.lines:
                 continue
             for finding in findings:

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from atomic_files import write_whole, writing
 from trainer.runs.base import Run
 from trainer.runs.displays import UNITS, Display, metric_names, read_rows
-from trainer.runs.health import CLEAR, Health, Past, spread_of_steps
+from trainer.runs.health import STANDARD_ERRORS, Health, History, spread_of_steps
 
 DRAWN = 6  # panels of curves.png; report.html has all
 TEMPLATES = Environment(
@@ -35,54 +35,54 @@ def write_report(run: Run, health: Health, state: str) -> str:
     from trainer.runs.plots import draw_png, draw_svgs  # here, because matplotlib takes long to load
 
     folder = run.folder
-    past = health.past
+    history = health.history
     findings = health.sorted
     panels = run.display.panels
     shown = {
         "run": run,
         "state": state,
-        "words": in_words(run, past, state),
+        "words": in_words(run, history, state),
         "findings": findings,
-        "table": table(run.display, past),
+        "table": table(run.display, history),
     }
     text = TEMPLATES.get_template("summary.md.jinja2").render(shown)
     page = TEMPLATES.get_template("report.html.jinja2").render(
         shown,
         written=time.strftime("%Y-%m-%d %H:%M %Z"),
-        past=past,
-        svgs=draw_svgs(past, panels, findings),
-        answers=[row for row in read_rows(folder / "eval_samples.jsonl") if row["step"] >= past.since],
+        history=history,
+        svgs=draw_svgs(history, panels, findings),
+        answers=[row for row in read_rows(folder / "eval_samples.jsonl") if row["step"] >= history.since],
         samples=read_rows(folder / "samples.jsonl"),
     )
     with writing(folder):
         write_whole(folder / "summary.md", text)
         write_whole(folder / "report.html", page)
-        draw_png(past, panels[:DRAWN], folder / "curves.png")
+        draw_png(history, panels[:DRAWN], folder / "curves.png")
     return text
 
 
-def in_words(run: Run, past: Past, state: str) -> list[str]:
+def in_words(run: Run, history: History, state: str) -> list[str]:
     """Did the run help? -> sentences: the evaluations compared, or without two of them the training steps.
 
     state: see ``write_report``.
     """
     display = run.display
     # With --normalize_reward only the raw score of one step can be compared with that of another.
-    short = "score_raw" if past.values["reward/score_raw"] else display.best
-    steps = past.values[f"{display.group}/{short}"]
+    short = "score_raw" if history.values["reward/score_raw"] else display.best
+    steps = history.values[f"{display.group}/{short}"]
     name = f"eval/{short}"
-    if change := past.ends(name):
-        where = f"on {past.known('held_out')} held-out {display.tested}"
-        where += f" since step {past.since}" if past.since else ""
-        least = past.least_change(name, *change)
+    if change := history.ends(name):
+        where = f"on {history.get('held_out')} held-out {display.tested}"
+        where += f" since step {history.since}" if history.since else ""
+        least = history.least_change(name, *change)
     else:
         where = f"in training (first and last tenth of {len(steps)} steps)"
-        change = past.ends(f"{display.group}/{short}")
-        least = CLEAR * spread_of_steps(steps) * math.sqrt(2 / max(1, len(steps) // 10))
+        change = history.ends(f"{display.group}/{short}")
+        least = STANDARD_ERRORS * spread_of_steps(steps) * math.sqrt(2 / max(1, len(steps) // 10))
     text = TEMPLATES.get_template("verdict.jinja2").render(
         run=run,
         state=state,
-        past=past,
+        history=history,
         short=short,
         change=change,
         least=least,
@@ -91,13 +91,13 @@ def in_words(run: Run, past: Past, state: str) -> list[str]:
     return list(filter(None, text.splitlines()))
 
 
-def table(display: Display, past: Past) -> list[list[str]]:
+def table(display: Display, history: History) -> list[list[str]]:
     """The rows of a table, its titles first: where the metrics of a run began and where they ended."""
     rows = [["", "first", "last"]]
-    evaluated = sorted(name for name in past.values if name.startswith("eval/"))
+    evaluated = sorted(name for name in history.values if name.startswith("eval/"))
     for pattern in (*evaluated, *display.followed):
-        for name in metric_names(pattern, past.values):
-            if change := past.ends(name):
+        for name in metric_names(pattern, history.values):
+            if change := history.ends(name):
                 unit = UNITS.get(name.split("/")[1].removesuffix("_greedy"), "")
                 rows.append([f"{name} {unit}".strip(), f"{change[0]:.4g}", f"{change[1]:.4g}"])
     return rows

@@ -29,9 +29,8 @@ from trainer.runs.base import ROOT, Run, quoted
 
 REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other places, but not come or go
 Config = dict[str, Any]  # what config.json has
-BY_DATA = ("critic_warmup_steps", "reasoning")  # flags that the prompts choose where they are not given
-CHOSEN = "missing_eos_penalty"  # the flag that a run chooses when it begins, where it is not given
-BY_MODEL = (CHOSEN, "learning_rate", "critic_learning_rate")  # flags that are chosen once it is loaded
+# Flags that data, models or first answers choose where they are not given: None until then
+CHOSEN = ("critic_warmup_steps", "reasoning", "learning_rate", "critic_learning_rate", "missing_eos_penalty")
 LOCK = ".lock.held"  # on Windows nobody can read a locked file, so another one names the process:
 OWNER = ".lock"
 WRITTEN = [
@@ -162,32 +161,27 @@ def choose(out_dir: Path, run_name: str, resume: str, kind: str) -> tuple[Path, 
 
 def check_resume(run: Run, fingerprints: Config | None = None) -> None:
     """Raise InputError, having written nothing, where the folder of this run is not to be had, or holds
-    another run as far as its flags tell. fingerprints: what else is known so far (``Run.fingerprints``), if
-    the data were read. What the models decide is compared later: ``write_config``."""
+    another run as far as is known before models are loaded. fingerprints: those of the texts, once they were
+    read (``Run.text_fingerprints``). ``write_config`` compares all."""
     args = run.args
     with writing(f"--out_dir {args.out_dir}"):
         folder, found = choose(Path(args.out_dir), args.run_name, args.resume, run.display.folder)
         if (folder / LOCK).exists():
             lock(folder).release()
     check_free(folder, args.run_name, args.resume)
-    held = folder / "config.json"
-    if not (found or held.exists()):
-        return
-    with as_input_error(f"--resume: {held} does not fit"):
-        old = json.loads(held.read_bytes())
-        new = {name: old.get(name, flag.default) for name, flag in args.declared.items()}
-        for name, value in vars(args).items():
-            later = (name in BY_DATA and not fingerprints) or (name in BY_MODEL and value is None)
-            if not later:
-                new[name] = value
-        new |= {"script": run.script, "processes": run.world.size}
-        new["fingerprints"] = old["fingerprints"] | (fingerprints or {})
-        check_same_run(old, old | new, args.declared)
-    if old.get("saved") and not found:
-        raise InputError(
-            f"--resume: {folder} has lost its checkpoints, and to begin again would erase its logs; give "
-            "another --run_name, or remove the folder"
-        )
+    known = {
+        **vars(args),
+        "script": run.script,
+        "processes": run.world.size,
+        "fingerprints": fingerprints or {},
+    }
+    if found or (folder / "config.json").exists():
+        old, _ = compare_with_config(folder, known, args.declared)
+        if old.get("saved") and not found:
+            raise InputError(
+                f"--resume: {folder} has lost its checkpoints, and to begin again would erase its logs; give "
+                "another --run_name, or remove the folder"
+            )
 
 
 def write_config(run: Run, folder: RunFolder) -> None:
@@ -196,6 +190,7 @@ def write_config(run: Run, folder: RunFolder) -> None:
     If there is one already, compare the two first: InputError if it belongs to another run; differences that
     are allowed are added to the folder's notes.
     """
+    facts = run.facts()
     config = {
         **vars(run.args),
         "script": run.script,
@@ -209,63 +204,52 @@ def write_config(run: Run, folder: RunFolder) -> None:
             "transformers": transformers.__version__,
         },
         "fingerprints": run.fingerprints(),
-        "facts": run.facts(),
+        "facts": facts,
         "resume_command": resume_command(run.args.argv, run.script, folder.path),
         "run_id": secrets.token_hex(8),  # for trackers
         "saved": folder.checkpoint is not None,  # whether it has ever had a checkpoint (session.py)
     }
-    held = folder.path / "config.json"
-    if folder.checkpoint or held.exists():  # it is there too if the run was killed before its first one
-        with as_input_error(f"--resume: {held} does not fit"):
-            old = json.loads(held.read_bytes())
-            if config.get(CHOSEN, 0) is None:
-                config[CHOSEN] = old.get(CHOSEN)
-            folder.notes += check_same_run(old, config, run.args.declared)
-            config["run_id"] = old["run_id"]
-            first = checkpoints.step_of(folder.checkpoint) + 1 if folder.checkpoint else 0
-            before = old.get("facts", {}).get("evaluated_by", {})
-            for kind, sources in config["facts"]["evaluated_by"].items():
-                sources[:] = sources_so_far(before.get(kind, []), sources[0][1], first)
+    # It is there without a checkpoint if the run was killed before its first one.
+    if folder.checkpoint or (folder.path / "config.json").exists():
+        old, notes = compare_with_config(folder.path, config, run.args.declared)
+        folder.notes += notes
+        config |= {name: old.get(name) for name in CHOSEN if config.get(name, 0) is None}
+        config["run_id"] = old["run_id"]
+        first = checkpoints.step_of(folder.checkpoint) + 1 if folder.checkpoint else 0
+        facts["evaluated_since"] = evaluated_since(old.get("facts", {}), facts["evaluated_by"], first)
     folder.config = config
     folder.write_config()
 
 
-def sources_so_far(before: list[list[Any]], now: str, first: int) -> list[list[Any]]:
-    """What evaluations depend on, in a run that goes on with step ``first``: [[the first step, a hash], …].
-    before: until it stopped; now: a hash, "" where nothing is evaluated for a while."""
-    kept = [source for source in before if source[0] < first]
-    if not kept:
-        return [[0, now]]
-    return kept if now in ("", kept[-1][1]) else [*kept, [first, now]]
+def evaluated_since(before: Config, evaluated_by: str, first: int) -> int:
+    """The fact ``evaluated_since`` of a run that goes on with step ``first``: where evaluations depend on
+    something else than before, those of earlier steps are not compared with them. before: the facts so far;
+    those of older versions do not say it."""
+    if before.get("evaluated_by") == evaluated_by:
+        return min(before["evaluated_since"], first)
+    return first if "evaluated_since" in before else 0
+
+
+def compare_with_config(folder: Path, new: Config, flags: dict[str, Any]) -> tuple[Config, list[str]]:
+    """Read the config.json of a run -> (it, the notes of ``check_same_run``). Raises InputError where it is
+    damaged, or of another run."""
+    path = folder / "config.json"
+    with as_input_error(f"--resume: {path} does not fit"):
+        old = json.loads(path.read_bytes())
+        return old, check_same_run(old, new, flags)
 
 
 def check_same_run(old: Config, new: Config, flags: dict[str, Any]) -> list[str]:
     """Compare two configurations -> notes on the differences that are allowed. Raises InputError, naming both
     values, for a difference that changes the result.
 
-    flags: {name: ``Flag``}. One that did not exist when the run began counts as having its default. Batch
-    sizes are per process, so they are compared after multiplying by the number of processes.
+    new: what is known of it so far; flags: {name: ``Flag``}. One that did not exist when the run began counts
+    as having its default. Batch sizes are per process, so they are compared after multiplying by the number
+    of processes. Files come first, because other data may choose other flags.
     """
     notes = []
-    chosen = ""  # what differs in a flag of ``BY_DATA``: other data are named before it
     if old["script"] != new["script"]:
         raise InputError(f"this is a run of {old['script']}; name one of {new['script']}")
-    for name, flag in flags.items():
-        was = old.get(name, flag.default)
-        now = new[name]
-        over = ""
-        if name in ("batch_size", "mini_batch_size"):
-            was *= old["processes"]
-            now *= new["processes"]
-            over = " over all processes"
-        may_change = flag.may_change and (name not in REWARDS or bool(was) == bool(now))
-        # Nothing but a falling rate depends on how long the run is.
-        may_change |= name in ("epochs", "max_steps") and new.get("lr_schedule") == "constant"
-        if was != now and not may_change:
-            said = f"--{name} was {was!r} and is now {now!r}{over}; set it back"
-            if name not in BY_DATA:
-                raise InputError(said)
-            chosen = chosen or said
     for key, now in new["fingerprints"].items():
         name, _, field = key.partition(" ")  # a field is compared if the function asked for it before, too
         was = old["fingerprints"].get(key, now if field else None)
@@ -277,10 +261,22 @@ def check_same_run(old: Config, new: Config, flags: dict[str, Any]) -> list[str]
                 f"--{name} {new[name]} does not hold what the run began with "
                 f"({field or 'fingerprint'} {was}, now {now}); name the original"
             )
-    if chosen:
-        raise InputError(chosen)
+    for name, flag in flags.items():
+        was = old.get(name, flag.default)
+        now = new[name]
+        over = ""
+        if name in ("batch_size", "mini_batch_size"):
+            was *= old["processes"]
+            now *= new["processes"]
+            over = " over all processes"
+        may_change = flag.may_change and (name not in REWARDS or bool(was) == bool(now))
+        # Nothing but a falling rate depends on how long the run is.
+        may_change |= name in ("epochs", "max_steps") and new.get("lr_schedule") == "constant"
+        not_chosen = now is None and name in CHOSEN
+        if was != now and not (may_change or not_chosen):
+            raise InputError(f"--{name} was {was!r} and is now {now!r}{over}; set it back")
     for name in ("versions", "threads", "processes"):
-        if old[name] != new[name]:
+        if name in new and old[name] != new[name]:
             notes.append(f"note: {name} were {old[name]} and are {new[name]}: results may differ by rounding")
     return notes
 

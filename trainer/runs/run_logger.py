@@ -29,8 +29,8 @@ from trainer.runs.report import write_report
 from trainer.runs.resume import RunFolder
 from trainer.runs.trackers import Trackers
 
-LINES = 100  # that a run prints at least, if it has so many steps, where --log_interval is 0
-SHARE = 100  # so writing report.html takes at most 1 % of a run
+MIN_LINES = 100  # that a run prints at least, if it has so many steps, where --log_interval is 0
+REPORT_PAUSE = 100  # times what writing report.html took: so it takes at most 1 % of a run
 
 
 class NullLogger:
@@ -53,7 +53,7 @@ class RunLogger:
         first_step = run.progress.step
         self.run = run
         self.folder = folder
-        self.log_interval = run.args.log_interval or max(1, run.total_steps // LINES)
+        self.log_interval = run.args.log_interval or max(1, run.total_steps // MIN_LINES)
         self._files = [folder.path / name for name in ("metrics.jsonl", *run.display.samples)]
         for path in self._files:
             # So a resumed run does not repeat a step, and an incomplete last line is removed.
@@ -65,10 +65,9 @@ class RunLogger:
             total=run.total_steps, initial=first_step, desc=run.display.title, unit="step", disable=None
         )
         self._trackers = Trackers(run.args, folder.path, folder.config["run_id"], first_step, self.say)
-        for record in read_rows(self._files[0]):  # of a resumed run
+        for record in read_rows(self._files[0]):  # of a resumed run, whose findings were said
             self.health.add(record)
-        self._start = time.perf_counter()
-        self._report_due = self._start + SHARE  # as if writing it took a second
+        self._report_due = time.perf_counter() + REPORT_PAUSE  # as if writing it took a second
 
     def show(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
         """Show what a step has learned, before it is evaluated and logged: in the progress bar and, every
@@ -194,7 +193,7 @@ class RunLogger:
                 "on the project's issue page"
             )
         end = time.perf_counter()
-        self._report_due = end + SHARE * (end - start)
+        self._report_due = end + REPORT_PAUSE * (end - start)
         return text
 
     def finish(self) -> None:

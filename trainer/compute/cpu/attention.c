@@ -69,7 +69,7 @@ INLINE void mix(int count, float *out, n_t wide, const float *p, n_t room, n_t d
 }
 
 /* rows[t] += sum over i of p[i][t] * heads[i]: the gradient of the two functions above */
-INLINE void spread(int count, float *rows, n_t wide, const float *p, n_t room, const float *heads, n_t first,
+INLINE void scatter_add(int count, float *rows, n_t wide, const float *p, n_t room, const float *heads, n_t first,
                    n_t end) {
     EACH(d, wide)
     for (n_t t = first; t < end; t++) {
@@ -79,7 +79,7 @@ INLINE void spread(int count, float *rows, n_t wide, const float *p, n_t room, c
     }
 }
 
-/* The cached keys and values of one sequence and group: from element `start` on; tokens first to end - 1 are
+/* The cached keys and values of one sequence and kv head: from element `start` on; tokens first to end - 1 are
  * read */
 typedef struct {
     const void *keys, *values;
@@ -96,33 +96,33 @@ INLINE void attend(int count, float *out, const float *heads, n_t wide, n_t dim,
 }
 
 /* One new token for each of n sequences -> out [n, heads, dim]. Row i of the cache holds the keys and values
- * of sequence i before position[i]: keys [slots, groups, width / LANES, dim, LANES], so that scores are
- * computed vector by vector, and values [slots, groups, width, dim], both in one dtype. joint [n, heads +
- * 2 groups, dim] has the new queries, keys and values. Queries and keys are normed, if there are weights for
+ * of sequence i before position[i]: keys [slots, kv_heads, width / LANES, dim, LANES], so that scores are
+ * computed vector by vector, and values [slots, kv_heads, width, dim], both in one dtype. qkv [n, heads +
+ * 2 kv_heads, dim] has the new queries, keys and values. Queries and keys are normed, if there are weights for
  * it, and rotated; keys and values are written to the cache; then the queries attend to it. */
-void decode_attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t groups, n_t dim, n_t width, n_t window,
-                      float scale, float eps, const void *joint, const void *cos, const void *sin,
+void decode_attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t kv_heads, n_t dim, n_t width, n_t window,
+                      float scale, float eps, const void *qkv, const void *cos, const void *sin,
                       const void *q_norm, const void *k_norm, const void *position, void *keys, void *values,
                       void *out) {
-    n_t shared = heads / groups, wide = padded(dim); /* shared: the number of query heads with the same key */
+    n_t shared = heads / kv_heads, wide = padded(dim); /* shared: the number of query heads with the same key */
     TASKS
-    for (n_t task = 0; task < n * groups; task++) {
-        n_t row = task / groups, group = task % groups, last = ((const n_t *)position)[row];
+    for (n_t task = 0; task < n * kv_heads; task++) {
+        n_t row = task / kv_heads, kv_head = task % kv_heads, last = ((const n_t *)position)[row];
         n_t first = last >= window ? last - window + 1 : 0, start = task * width * dim;
-        n_t own = row * (heads + 2 * groups), key = (own + heads + group) * dim, query = own + group * shared;
+        n_t own = row * (heads + 2 * kv_heads), key = (own + heads + kv_head) * dim, query = own + kv_head * shared;
         int in = is_bf16(bf16, 0), kept = is_bf16(bf16, 6);
         float c[wide], s[wide], head[wide], q[shared * wide], result[4 * wide];
         read_head(c, wide, cos, is_bf16(bf16, 1), row * dim, dim);
         read_head(s, wide, sin, is_bf16(bf16, 2), row * dim, dim);
-        read_head(head, wide, joint, in, key + groups * dim, dim);
+        read_head(head, wide, qkv, in, key + kv_heads * dim, dim);
         write_head(values, kept, start + last * dim, dim, head);
-        read_head(head, wide, joint, in, key, dim);
+        read_head(head, wide, qkv, in, key, dim);
         if (k_norm) norm_head(head, wide, dim, k_norm, is_bf16(bf16, 4), eps);
         turn(head, dim, c, s, 1);
         n_t place = start + last / LANES * LANES * dim + last % LANES;
         for (n_t d = 0; d < dim; d++) store(keys, kept, place + d * LANES, 1, all(head[d]));
         for (n_t i = 0; i < shared; i++) {
-            read_head(q + i * wide, wide, joint, in, (query + i) * dim, dim);
+            read_head(q + i * wide, wide, qkv, in, (query + i) * dim, dim);
             if (q_norm) norm_head(q + i * wide, wide, dim, q_norm, is_bf16(bf16, 3), eps);
             turn(q + i * wide, dim, c, s, 1);
             EACH(d, wide) put(q + i * wide + d, scale * at(q + i * wide + d));
@@ -134,22 +134,22 @@ void decode_attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t groups, n_t d
             else if (count == 2) attend(2, result, q + i * wide, wide, dim, x);
             else attend(1, result, q + i * wide, wide, dim, x);
             for (n_t j = 0; j < count; j++)
-                write_head(out, is_bf16(bf16, 8), (row * heads + group * shared + i + j) * dim, dim,
+                write_head(out, is_bf16(bf16, 8), (row * heads + kv_head * shared + i + j) * dim, dim,
                            result + j * wide);
         }
     }
 }
 
-/* Copy the keys or values of one sequence and group, x [tokens, groups, dim], rotated if there is a cos: to
+/* Copy the keys or values of one sequence and kv head, x [tokens, kv_heads, dim], rotated if there is a cos: to
  * rows [length, wide] and, if not NULL, to columns in blocks [wide, LANES]. The last block is filled up with
  * columns of 0, because they are computed too, and the stack may hold denormal numbers, which are a hundred
  * times as slow. */
 INLINE void lay_out(float *rows, float *columns, n_t wide, const void *x, int bf16, n_t first_token,
-                    n_t length, n_t groups, n_t group, n_t dim, const float *cos, const float *sin) {
+                    n_t length, n_t kv_heads, n_t kv_head, n_t dim, const float *cos, const float *sin) {
     if (columns && length) memset(columns + (padded(length) - LANES) * wide, 0, 4 * LANES * wide);
     for (n_t t = 0; t < length; t++) {
         float *row = rows + t * wide;
-        read_head(row, wide, x, bf16, ((first_token + t) * groups + group) * dim, dim);
+        read_head(row, wide, x, bf16, ((first_token + t) * kv_heads + kv_head) * dim, dim);
         if (cos) turn(row, dim, cos + t * wide, sin + t * wide, 1);
         for (n_t d = 0; columns && d < wide; d++)
             columns[t / LANES * LANES * wide + d * LANES + t % LANES] = row[d];
@@ -157,23 +157,23 @@ INLINE void lay_out(float *rows, float *columns, n_t wide, const void *x, int bf
 }
 
 /* Causal attention within each of n sequences, one behind the other -> out [tokens, heads, dim]. q [tokens,
- * heads, dim]; k and v [tokens, groups, dim]; cos and sin [tokens, dim] rotate q and k. Sequence i has the
- * tokens starts[i] to starts[i + 1] - 1. */
-void attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t groups, n_t dim, n_t window, float scale,
+ * heads, dim]; k and v [tokens, kv_heads, dim]; cos and sin [tokens, dim] rotate q and k. Sequence i has the
+ * tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1. */
+void attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t kv_heads, n_t dim, n_t window, float scale,
                const void *q, const void *k, const void *v, const void *cos, const void *sin,
-               const void *starts, void *out) {
-    n_t shared = heads / groups, wide = padded(dim);
+               const void *cu_seqlens, void *out) {
+    n_t shared = heads / kv_heads, wide = padded(dim);
     TASKS
-    for (n_t task = 0; task < n * groups; task++) {
-        n_t group = task % groups, start = ((const n_t *)starts)[task / groups];
-        n_t length = ((const n_t *)starts)[task / groups + 1] - start, room = padded(length);
+    for (n_t task = 0; task < n * kv_heads; task++) {
+        n_t kv_head = task % kv_heads, start = ((const n_t *)cu_seqlens)[task / kv_heads];
+        n_t length = ((const n_t *)cu_seqlens)[task / kv_heads + 1] - start, room = padded(length);
         float c[room * wide], s[room * wide], keys[room * wide], columns[room * wide], values[room * wide];
         float query[4 * wide], p[4 * room], result[4 * wide];
         lay_out(c, 0, wide, cos, is_bf16(bf16, 3), start, length, 1, 0, dim, 0, 0);
         lay_out(s, 0, wide, sin, is_bf16(bf16, 4), start, length, 1, 0, dim, 0, 0);
-        lay_out(keys, columns, wide, k, is_bf16(bf16, 1), start, length, groups, group, dim, c, s);
-        lay_out(values, 0, wide, v, is_bf16(bf16, 2), start, length, groups, group, dim, 0, 0);
-        for (n_t head = group * shared; head < (group + 1) * shared; head++)
+        lay_out(keys, columns, wide, k, is_bf16(bf16, 1), start, length, kv_heads, kv_head, dim, c, s);
+        lay_out(values, 0, wide, v, is_bf16(bf16, 2), start, length, kv_heads, kv_head, dim, 0, 0);
+        for (n_t head = kv_head * shared; head < (kv_head + 1) * shared; head++)
             for (n_t t = 0; t < length; t += 4) {
                 n_t count = length - t < 4 ? length - t : 4, first = t >= window ? t - window + 1 : 0;
                 for (n_t i = 0; i < 4; i++) {
@@ -198,23 +198,23 @@ void attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t groups, n_t dim, n_t
 
 /* The gradient of `attention`. The probabilities p are computed again. If d is the gradient of out, that of
  * the scores is p (d . v - sum p (d . v)). */
-void attention_backward(n_t bf16, n_t threads, n_t n, n_t heads, n_t groups, n_t dim, n_t window, float scale,
+void attention_backward(n_t bf16, n_t threads, n_t n, n_t heads, n_t kv_heads, n_t dim, n_t window, float scale,
                         const void *q, const void *k, const void *v, const void *cos, const void *sin,
-                        const void *starts, const void *grad, void *grad_q, void *grad_k, void *grad_v) {
-    n_t shared = heads / groups, wide = padded(dim);
+                        const void *cu_seqlens, const void *grad, void *grad_q, void *grad_k, void *grad_v) {
+    n_t shared = heads / kv_heads, wide = padded(dim);
     TASKS
-    for (n_t task = 0; task < n * groups; task++) {
-        n_t group = task % groups, start = ((const n_t *)starts)[task / groups];
-        n_t length = ((const n_t *)starts)[task / groups + 1] - start, room = padded(length);
+    for (n_t task = 0; task < n * kv_heads; task++) {
+        n_t kv_head = task % kv_heads, start = ((const n_t *)cu_seqlens)[task / kv_heads];
+        n_t length = ((const n_t *)cu_seqlens)[task / kv_heads + 1] - start, room = padded(length);
         float c[room * wide], s[room * wide], keys[room * wide], columns[room * wide], values[room * wide];
         float value_columns[room * wide], d_keys[room * wide], d_values[room * wide];
         float query[4 * wide], d_out[4 * wide], p[4 * room], d[4 * room], result[4 * wide];
         lay_out(c, 0, wide, cos, is_bf16(bf16, 3), start, length, 1, 0, dim, 0, 0);
         lay_out(s, 0, wide, sin, is_bf16(bf16, 4), start, length, 1, 0, dim, 0, 0);
-        lay_out(keys, columns, wide, k, is_bf16(bf16, 1), start, length, groups, group, dim, c, s);
-        lay_out(values, value_columns, wide, v, is_bf16(bf16, 2), start, length, groups, group, dim, 0, 0);
+        lay_out(keys, columns, wide, k, is_bf16(bf16, 1), start, length, kv_heads, kv_head, dim, c, s);
+        lay_out(values, value_columns, wide, v, is_bf16(bf16, 2), start, length, kv_heads, kv_head, dim, 0, 0);
         memset(d_keys, 0, sizeof d_keys), memset(d_values, 0, sizeof d_values);
-        for (n_t head = group * shared; head < (group + 1) * shared; head++)
+        for (n_t head = kv_head * shared; head < (kv_head + 1) * shared; head++)
             for (n_t t = 0; t < length; t += 4) {
                 n_t count = length - t < 4 ? length - t : 4, first = t >= window ? t - window + 1 : 0;
                 n_t from = first / LANES * LANES, end = t + count;
@@ -242,8 +242,8 @@ void attention_backward(n_t bf16, n_t threads, n_t n, n_t heads, n_t groups, n_t
                         put(own_d + j, scale * at(own_p + j) * (at(own_d + j) - mean));
                 }
                 mix(4, result, wide, d, room, wide, keys, 0, 0, first, end);
-                spread(4, d_keys, wide, d, room, query, first, end);
-                spread(4, d_values, wide, p, room, d_out, first, end);
+                scatter_add(4, d_keys, wide, d, room, query, first, end);
+                scatter_add(4, d_values, wide, p, room, d_out, first, end);
                 for (n_t i = 0; i < count; i++) {
                     turn(result + i * wide, dim, c + (t + i) * wide, s + (t + i) * wide, -1);
                     write_head(grad_q, is_bf16(bf16, 7), ((start + t + i) * heads + head) * dim, dim,
@@ -251,7 +251,7 @@ void attention_backward(n_t bf16, n_t threads, n_t n, n_t heads, n_t groups, n_t
                 }
             }
         for (n_t t = 0; t < length; t++) {
-            n_t place = ((start + t) * groups + group) * dim;
+            n_t place = ((start + t) * kv_heads + kv_head) * dim;
             turn(d_keys + t * wide, dim, c + t * wide, s + t * wide, -1);
             write_head(grad_k, is_bf16(bf16, 8), place, dim, d_keys + t * wide);
             write_head(grad_v, is_bf16(bf16, 9), place, dim, d_values + t * wide);

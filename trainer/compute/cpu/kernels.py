@@ -32,17 +32,17 @@ NUMBERS = {int: ctypes.c_int64, float: ctypes.c_float}
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot be compiled."""
     command = [*shlex.split(os.environ.get("CC") or "cc"), *OPTIONS.split()]
-    kept = SOURCES / "__pycache__" / f"{_key(command)}.so"
+    cached = SOURCES / "__pycache__" / f"{_key(command)}.so"
     with suppress(OSError):  # the file does not exist yet, or it is damaged
-        return ctypes.CDLL(str(kept))
+        return ctypes.CDLL(str(cached))
     with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
-        built = Path(folder) / kept.name
+        built = Path(folder) / cached.name
         sources = map(str, SOURCES.glob("*.c"))
         subprocess.run([*command, *sources, "-o", str(built), "-lm"], check=True, capture_output=True)
         with suppress(OSError):  # if it cannot be kept, the next process compiles again
-            kept.parent.mkdir(exist_ok=True)
-            copy = shutil.copy(built, kept.with_suffix(f".{os.getpid()}"))
-            os.replace(copy, kept)  # in one atomic step
+            cached.parent.mkdir(exist_ok=True)
+            copy = shutil.copy(built, cached.with_suffix(f".{os.getpid()}"))
+            os.replace(copy, cached)  # in one atomic step
         return ctypes.CDLL(str(built))
     return None
 

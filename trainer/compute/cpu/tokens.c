@@ -48,8 +48,8 @@ void token_logprobs_backward(n_t bf16, n_t threads, n_t rows, n_t size, const vo
             store(grad_logits, is_bf16(bf16, 5), base + target, 1, all(g * (1 - own)));
             continue;
         }
-        float spread = ((const float *)entropy)[row], h = ((const float *)grad_entropy)[row];
-#define PULL(p) (h * (p) * (log_of(p) + spread))
+        float own_entropy = ((const float *)entropy)[row], h = ((const float *)grad_entropy)[row];
+#define PULL(p) (h * (p) * (log_of(p) + own_entropy))
         EACH(i, size) {
             vec p = load(probabilities, 0, base + i, size - i);
             store(grad_logits, is_bf16(bf16, 5), base + i, size - i, -g * p - PULL(p));

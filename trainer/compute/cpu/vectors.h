@@ -24,9 +24,9 @@ enum { PARTS = 16 }; /* a sum over rows is made of this many partial sums */
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef uint16_t bf16_vec __attribute__((vector_size(2 * LANES)));
 typedef vec loose_vec __attribute__((aligned(4), may_alias)); /* in memory, not aligned */
-typedef halves loose_halves __attribute__((aligned(2), may_alias));
+typedef bf16_vec loose_bf16_vec __attribute__((aligned(2), may_alias));
 typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
 
@@ -63,9 +63,9 @@ INLINE void put(float *x, vec v) { *(loose_vec *)x = v; }
 /* -> a vector of the elements of x from `start` on, as fp32; elements after the first `left` are 0 */
 INLINE vec load(const void *x, int bf16, n_t start, n_t left) {
     if (bf16) {
-        halves h = {0};
+        bf16_vec h = {0};
         const uint16_t *from = (const uint16_t *)x + start;
-        if (left >= LANES) h = *(const loose_halves *)from;
+        if (left >= LANES) h = *(const loose_bf16_vec *)from;
         else memcpy(&h, from, 2 * left);
         return (vec)(__builtin_convertvector(h, bits) << 16);
     }
@@ -80,9 +80,9 @@ INLINE vec load(const void *x, int bf16, n_t start, n_t left) {
 INLINE void store(void *x, int bf16, n_t start, n_t left, vec v) {
     if (bf16) {
         bits u = (bits)v, rounded = (u + 0x7FFF + (u >> 16 & 1)) >> 16;
-        halves h = __builtin_convertvector(rounded, halves);
+        bf16_vec h = __builtin_convertvector(rounded, bf16_vec);
         uint16_t *to = (uint16_t *)x + start;
-        if (left >= LANES) *(loose_halves *)to = h;
+        if (left >= LANES) *(loose_bf16_vec *)to = h;
         else memcpy(to, &h, 2 * left);
     } else if (left >= LANES) {
         put((float *)x + start, v);

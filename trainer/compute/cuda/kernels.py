@@ -5,6 +5,7 @@ given tensors (``kernels_for``), or where there is no Triton (``check``), the ca
 tests/compute/test_layer_kernels.py compares the two, without a GPU in Triton's interpreter.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -20,42 +21,40 @@ from trainer.compute.precision import fast_dtype
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 1024  # numbers that one program of a pointwise kernel computes; of a kernel with rows, at least
 PARTS = 512  # of how many partial sums a sum over all rows is made
-LANES = 2048  # numbers of a row that a program reads at a time where a row is a vocabulary
+LOGITS_BLOCK = 2048  # logits of a row that a program reads at a time
 
 
 def check(device: str = "cuda") -> None:
-    """Run every kernel once, small, in the dtype of mixed precision, so that no run meets one in its middle
-    that cannot work on this GPU. Raises whatever Triton raises, and RuntimeError where attention gives wrong
-    numbers: products of matrices are compiled in ways that differ between GPUs."""
+    """Run the kernels of logits and of decoding once, small, in the dtype of mixed precision, so that no run
+    meets one in its middle that cannot work on this GPU (``fuse_layers`` tries those of layers). Raises
+    whatever Triton raises, and RuntimeError where attention gives wrong numbers: products of matrices are
+    compiled in ways that differ between GPUs."""
     dtype = fast_dtype("auto", torch.device(device))
-    x = torch.linspace(-2, 2, 64, device=device).view(2, 32)
-    half = x.to(dtype)
-    joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
-    each = x[:, 0].contiguous()  # all may write to it, x and half: only the result of attention is looked at
-    ids = x.new_zeros(2, dtype=torch.int64)
-    parts = x.new_empty(PARTS, 32)
-    over_rows("rms_norm", x, half, x[1], x, half, each, 1e-6)
-    over_rows("rms_norm_backward", x, x[1], each, half, x, x, half, parts)
-    over_rows("rotate", half, half, half, half, 1, 1.0)
-    over_rows("silu_mul", half, half, half, 32)
-    over_rows("silu_mul_backward", half, half, half, half, half)
-    token_logprobs(x, ids, 1.0, each, each, each)
-    over_rows("token_logprobs_backward", x, ids, each, each, each, each, half, 1.0)
-    keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
+
+    def numbers(*shape):
+        return torch.arange(math.prod(shape), device=device).sin().view(shape)
+
+    logits = numbers(2, 32)
+    each = numbers(2)  # numbers of rows and of slots; what the kernels write there is not looked at
+    ids = torch.zeros(2, dtype=torch.int64, device=device)
+    token_logprobs(logits, ids, 1.0, each, each, each)
+    over_rows("token_logprobs_backward", logits, ids, each, each, each, each, logits.to(dtype), 1.0)
+    noise = numbers(2, 1).double()
+    sample_and_store(logits, 1.0, noise, ids[:1], 1, [ids] * 4, (ids.clone(), each))
+    qkv = numbers(2, 3, 32).to(dtype)  # of two tokens, with one head
+    keys = 3 * numbers(2, 1, 20, 32).to(dtype)
     values = keys.flip(2)
-    cos = torch.ones_like(half)
-    sin = torch.zeros_like(half)
-    query = joint[:, None, :1]
+    query = qkv[:, None, :1]
     found = torch.empty_like(query)
+    cos = torch.ones_like(query)
+    positions = torch.full_like(ids, 19)
     decode_attention(
-        2, 1, 1, 32, 20, 20, 0.2, 0.0, joint, cos, sin, None, None, ids + 19, keys, values, found
+        2, 1, 1, 32, 20, 20, 0.2, 0.0, qkv, cos, 0 * cos, None, None, positions, keys, values, found
     )
     # The new keys and values are in the cache from here on.
     wanted = F.scaled_dot_product_attention(query.float(), keys.float(), values.float(), scale=0.2)
     if not (found - wanted).abs().max() < 0.03:
         raise RuntimeError("attention gives wrong numbers")
-    noise = x.new_zeros(2, 1, dtype=torch.float64)
-    sample_and_store(x, 1.0, noise, ids[:1], 1, [ids] * 4, (noise.long(), noise.float()))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: int) -> None:
@@ -84,34 +83,34 @@ def over_rows(name: str, x: Tensor, *arguments: Any) -> None:
 
 
 def lanes() -> None:
-    """None: keys lie in the cache as values do, and not in blocks (cpu/kernels.py)."""
+    """None: keys lie in the cache as values do, not in blocks as a CPU's (cpu/kernels.py)."""
 
 
 def decode_attention(
     n: int,
     heads: int,
-    groups: int,
+    kv_heads: int,
     dim: int,
     width: int,
     window: int,
     scale: float,
     eps: float,
-    joint: Tensor,
+    qkv: Tensor,
     *tensors: Tensor | None,
 ) -> None:
     """Attention of new tokens over a cache: sizes and tensors as ``KVCache.attend`` passes them."""
-    shared = heads // groups
+    shared = heads // kv_heads
     d = max(16, triton.next_power_of_2(dim))
     # 8 KiB of keys at once. Before the A100, Triton computes products without tensor cores. That needs
     # registers, so columns are few.
-    columns = max(16, min(64, 8192 // (d * joint.element_size())))
+    columns = max(16, min(64, 8192 // (d * qkv.element_size())))
     number = 4
-    if not _multiplies_in_tensor_cores(joint.device):
+    if not _multiplies_in_tensor_cores(qkv.device):
         columns = 16
         number = 8
     launch(
-        triton_kernels.decode_attention, (n, groups),
-        joint, *tensors, dim, width, window, scale, eps,
+        triton_kernels.decode_attention, (n, kv_heads),
+        qkv, *tensors, dim, width, window, scale, eps,
         SHARED=shared, ROWS=max(16, triton.next_power_of_2(shared)), D=d, COLUMNS=columns,
         num_warps=number, num_stages=3,
     )  # fmt: skip
@@ -128,7 +127,7 @@ def token_logprobs(
     """From logits [n, V] in fp32 write the log-probs of the targets [n], the entropies, and log sum e^(logits
     / temperature), which the gradient needs; each is [n]."""
     n, size = logits.shape
-    block = min(LANES, triton.next_power_of_2(size))
+    block = min(LOGITS_BLOCK, triton.next_power_of_2(size))
     launch(
         triton_kernels.token_logprobs, (n,),
         logits, targets, logprobs, entropy, total, size, 1 / temperature,

@@ -30,7 +30,7 @@ def _read(x, inside):
 
 @triton.jit
 def _tile(number, rows, width, ROWS: constexpr, BLOCK: constexpr):
-    """-> of a tile: its rows [ROWS, 1], columns [1, BLOCK], places in the tensor, which of them exist"""
+    """-> of a tile: its rows [ROWS, 1], columns [1, BLOCK], offsets in the tensor, which of them exist"""
     row = number * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     return row, column, row * width + column, (row < rows) & (column < width)
@@ -42,13 +42,13 @@ def rms_norm(x, delta, weight, s, y, r, eps, rows, width, ROWS: constexpr, BLOCK
 
     x, delta, s, y [rows, width]; weight [width]; r [rows]. One block is a whole row.
     """
-    row, column, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
-    v = _read(x + place, inside)
+    row, column, offset, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
+    v = _read(x + offset, inside)
     if delta is not None:
-        v += _read(delta + place, inside)
-        tl.store(s + place, v, inside)
+        v += _read(delta + offset, inside)
+        tl.store(s + offset, v, inside)
     scale = 1 / tl.sqrt_rn(tl.sum(v * v, 1)[:, None] / width + eps)
-    tl.store(y + place, v * scale * _read(weight + column, column < width), inside)
+    tl.store(y + offset, v * scale * _read(weight + column, column < width), inside)
     tl.store(r + row, scale, row < rows)
 
 
@@ -66,18 +66,18 @@ def rms_norm_backward(
     own = tl.arange(0, BLOCK)
     w = _read(weight + own, own < width)[None, :]
     for number in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row, _, place, inside = _tile(number, rows, width, ROWS, BLOCK)
+        row, _, offset, inside = _tile(number, rows, width, ROWS, BLOCK)
         scale = _read(r + row, row < rows)
-        v = _read(s + place, inside) * scale
-        d = _read(grad_y + place, inside)
+        v = _read(s + offset, inside) * scale
+        d = _read(grad_y + offset, inside)
         d_weight += d * v
         d *= w
         d = scale * (d - v * (tl.sum(d * v, 1) / width)[:, None])
         if grad_s is not None:
-            d += _read(grad_s + place, inside)
-        tl.store(grad_x + place, d, inside)
+            d += _read(grad_s + offset, inside)
+        tl.store(grad_x + offset, d, inside)
         if grad_delta is not None:
-            tl.store(grad_delta + place, d, inside)
+            tl.store(grad_delta + offset, d, inside)
     tl.store(parts + tl.program_id(0) * width + own, tl.sum(d_weight, 0), own < width)
 
 
@@ -103,31 +103,31 @@ def _rotated(x, there, norm, cos, sin, dim, eps, direction, D: constexpr):
 def rotate(x, cos, sin, y, heads: constexpr, direction, rows, width, ROWS: constexpr, BLOCK: constexpr):
     """Rotary positions of heads x, y [rows, width], in which each token has ``heads`` heads; cos and sin
     [tokens, width]; direction -1 rotates back."""
-    row, _, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
+    row, _, offset, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     turn = tl.minimum(row, rows - 1) // heads * width  # those of a row behind the last one do not exist
     there = row < rows
     turned = _rotated(x + row * width, there, None, cos + turn, sin + turn, width, 0.0, direction, BLOCK)
-    tl.store(y + place, turned, inside)
+    tl.store(y + offset, turned, inside)
 
 
 @over_rows
 def silu_mul(gate, up, y, stride, rows, width, ROWS: constexpr, BLOCK: constexpr):
     """y = silu(gate) * up; gate and up have rows ``stride`` apart, y is contiguous."""
-    row, column, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
+    row, column, offset, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     g = _read(gate + row * stride + column, inside)
     u = _read(up + row * stride + column, inside)
-    tl.store(y + place, g * tl.sigmoid(g) * u, inside)
+    tl.store(y + offset, g * tl.sigmoid(g) * u, inside)
 
 
 @over_rows
 def silu_mul_backward(gate, up, grad, grad_gate, grad_up, rows, width, ROWS: constexpr, BLOCK: constexpr):
     """The gradient of silu_mul; silu'(g) = s (1 + g (1 - s)) with s the sigmoid of g."""
-    _, _, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
-    g = _read(gate + place, inside)
-    d = _read(grad + place, inside)
+    _, _, offset, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
+    g = _read(gate + offset, inside)
+    d = _read(grad + offset, inside)
     s = tl.sigmoid(g)
-    tl.store(grad_gate + place, d * _read(up + place, inside) * s * (1 + g * (1 - s)), inside)
-    tl.store(grad_up + place, d * g * s, inside)
+    tl.store(grad_gate + offset, d * _read(up + offset, inside) * s * (1 + g * (1 - s)), inside)
+    tl.store(grad_up + offset, d * g * s, inside)
 
 
 # --------------------------------------------------------------------------------------------- attention
@@ -139,16 +139,16 @@ def decode_attention(
     dim, width, window, scale, eps,
     SHARED: constexpr, ROWS: constexpr, D: constexpr, COLUMNS: constexpr,
 ):  # fmt: skip
-    """Attention of n queries, each at its position of its row of the cache. Grid: (n, groups)
+    """Attention of n queries, each at its position of its row of the cache. Grid: (n, kv_heads)
 
-    query [n, heads + 2 groups, dim]: queries, then the keys and values of the new tokens. Queries and keys
-    are normed and rotated, keys and values written to the cache: keys and values [slots, groups, width, dim];
-    out [n, heads, dim]. SHARED: query heads of a group; ROWS and D: SHARED and dim, rounded up for matrix
-    products.
+    query [n, heads + 2 kv_heads, dim]: queries, then the keys and values of the new tokens. Queries and keys
+    are normed and rotated, keys and values written to the cache: keys and values [slots, kv_heads, width,
+    dim]; out [n, heads, dim]. SHARED: query heads of a kv head; ROWS and D: SHARED and dim, rounded up for
+    matrix products.
     """
     row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
-    groups = tl.num_programs(1)
+    kv_head = tl.program_id(1)
+    kv_heads = tl.num_programs(1)
     end = tl.load(positions + row).to(tl.int32)  # the row's own token, which is taken from registers
     first = tl.maximum(end + 1 - window, 0)
     head = tl.arange(0, ROWS)
@@ -156,19 +156,19 @@ def decode_attention(
     d = tl.arange(0, D)
     across = d[None, :]
     down = d[:, None]
-    mine = (row * groups + group) * width * dim
+    mine = (row * kv_heads + kv_head) * width * dim
     keys += mine
     values += mine
     kind = keys.dtype.element_ty
-    heads = groups * SHARED
-    query += row * (heads + 2 * groups) * dim
+    heads = kv_heads * SHARED
+    query += row * (heads + 2 * kv_heads) * dim
     cos += row * dim
     sin += row * dim
-    asking = (group * SHARED + head)[:, None] * dim
+    asking = (kv_head * SHARED + head)[:, None] * dim
     q = _rotated(query + asking, there, q_norm, cos, sin, dim, eps, 1, D).to(kind)
-    own = query + (heads + group + tl.zeros([1, 1], tl.int32)) * dim
+    own = query + (heads + kv_head + tl.zeros([1, 1], tl.int32)) * dim
     own_k = _rotated(own, True, k_norm, cos, sin, dim, eps, 1, D).to(kind)
-    own_v = _read(query + (heads + groups + group) * dim + d, d < dim).to(kind)
+    own_v = _read(query + (heads + kv_heads + kv_head) * dim + d, d < dim).to(kind)
     tl.store(keys + end * dim + across, own_k, across < dim)
     tl.store(values + end * dim + d, own_v, d < dim)
     most = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
@@ -242,26 +242,26 @@ def token_logprobs_backward(
     grad [rows] is that of the log-prob, times scale, log_sum [rows] is log sum e^z. Less grad_entropy p
     (log p + entropy), where entropy [rows] and its gradient, times scale, are not None.
     """
-    row, column, place, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
+    row, column, offset, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     there = row < rows
-    log_p = _read(logits + place, inside) * scale - _read(log_sum + row, there)
+    log_p = _read(logits + offset, inside) * scale - _read(log_sum + row, there)
     p = tl.exp(log_p)
     own = (column == tl.load(targets + row, there, 0)).to(tl.float32)
     slope = _read(grad + row, there) * (own - p)
     if entropy is not None:  # where p is 0 its logarithm may be -inf
         pull = p * (tl.where(p == 0, 0, log_p) + _read(entropy + row, there))
         slope -= _read(grad_entropy + row, there) * pull
-    tl.store(out + place, slope, inside)
+    tl.store(out + offset, slope, inside)
 
 
 @triton.jit
-def _first_beyond(weights, target, places, none):
-    """The first place where the running sum of the weights exceeds the target; the last one with any weight
+def _first_beyond(weights, target, indices, none):
+    """The first index where the running sum of the weights exceeds the target; the last one with any weight
     if none does, because sums that were made in another order differ in their last bit. It always has a
-    weight above 0, unless there is none or a weight is NaN: then any place, at least 0. none: above all
-    places."""
-    place = tl.min(tl.where((tl.cumsum(weights, 0) > target) & (weights > 0), places, none), 0)
-    return tl.where(place < none, place, tl.max(tl.where(weights > 0, places, 0), 0))
+    weight above 0, unless there is none or a weight is NaN: then any index, at least 0. none: above all
+    indices."""
+    index = tl.min(tl.where((tl.cumsum(weights, 0) > target) & (weights > 0), indices, none), 0)
+    return tl.where(index < none, index, tl.max(tl.where(weights > 0, indices, 0), 0))
 
 
 # The states of slots are parts of one tensor, whose alignment depends on the number of slots: without this
@@ -284,8 +284,8 @@ def sample_and_store(
     if tl.load(done + slot) == 0:
         own = tl.load(row + slot)
         before = tl.load(count + slot)
-        place = own * width + before
-        u = tl.load(noise + place)
+        offset = own * width + before
+        u = tl.load(noise + offset)
         logits += slot * size
         column = tl.arange(0, BLOCK)
         block = tl.arange(0, BLOCKS)
@@ -309,8 +309,8 @@ def sample_and_store(
         ended = drawn < 0
         for i in range(ends_count):
             ended |= drawn == tl.load(ends + i)
-        tl.store(tokens + place, drawn)
-        tl.store(logprobs + place, logprob)
+        tl.store(tokens + offset, drawn)
+        tl.store(logprobs + offset, logprob)
         tl.store(token + slot, drawn)
         tl.store(count + slot, before + 1)
         tl.store(done + slot, ended.to(tl.int64) * 2 | (before + 1 >= limit))
