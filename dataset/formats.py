@@ -19,7 +19,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from dataset.answers import Answer, without_solution
@@ -395,10 +395,11 @@ def calls_in(found: Any) -> Tools:
 
 
 def tools_of(record: Record) -> Tools:
-    """The tools of a record: its own, or those in a turn of its prompt. Raises InputError."""
-    turns = _turns_of(_asked(record) or record.get("chosen"))
+    """The tools of a record: its own, or those in one of its turns. Raises InputError."""
+    conversations = map(_turns_of, (_asked(record), _first(record, ANSWERS), record.get("chosen")))
+    turns = chain(*filter(_is_turns, conversations))
     tools: Any = []
-    for place in (record, {"tools": record.get("functions")}, *(turns if _is_turns(turns) else [])):
+    for place in (record, {"tools": record.get("functions")}, *turns):
         tools = tools or _from_json(place.get("tools")) or []
     tools = [*map(_from_json, tools)]
     if not all(isinstance(tool, dict) for tool in tools):
