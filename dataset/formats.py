@@ -34,7 +34,7 @@ Tools = Sequence[Record]  # JSON schemas, or calls, as OpenAI has them
 NAMED_PROMPT, NAMED_ANSWER = "--prompt_key", "--answer_key"  # where ``named`` puts them; no file has these
 PROMPTS = (NAMED_PROMPT, "conversations", "messages", "user_input", "prompt", "question")
 ANSWERS = (NAMED_ANSWER, "answer", "completion", "output")
-HAVE_ANSWER = (*ANSWERS, "reward_model", "gt", "chosen", "rejected")  # fields of records that have an answer
+HAVE_ANSWER = (*ANSWERS, "reward_model", "gt")  # fields
 NO_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # parts of prompts for other models
 PLACEHOLDERS = ("", "空", "无")  # MiniMind's prompt files have these as the last turn, in place of an answer
 QUOTED = 200  # characters of a record that an error message quotes
@@ -301,7 +301,8 @@ def _prompt_and_last_turn(record: Record, asked: Any) -> tuple[AnyPrompt, str | 
     if isinstance(prompt, str):
         is_begun = is_prompt and _first(record, ANSWERS) is not None
         return (asked, None) if is_begun else (prompt, last)
-    if is_prompt or (is_open and not record.keys().isdisjoint(HAVE_ANSWER)):
+    has_answer = is_pair(record) or not record.keys().isdisjoint(HAVE_ANSWER)
+    if is_prompt or (is_open and has_answer):
         return [*prompt, {"role": "assistant", "content": TurnText(last, is_begun=True)}], None
     return prompt, last
 
