@@ -28,7 +28,7 @@ from transformers.utils import chat_template_utils
 from dataset.formats import (
     ANSWERS,
     PROMPTS,
-    THOUGHTS,
+    THOUGHT_FIELDS,
     AnyPrompt,
     Exchange,
     Messages,
@@ -209,7 +209,7 @@ def as_turn(tokenizer: PreTrainedTokenizerBase, role: str, content: str) -> Turn
     thought = turn.thought
     calls = turn.calls
     more: Turn = {}
-    for name in THOUGHTS:
+    for name in THOUGHT_FIELDS:
         if thought and reads_field(tokenizer, name):
             more[name] = thought
             thought = ""
@@ -385,7 +385,7 @@ def learned_pieces(
 def is_complete(tokenizer: PreTrainedTokenizerBase, message: dict[str, str], said: str) -> bool:
     """Has the chat template written all parts of a turn of the assistant's, and its thought once?"""
     turn = as_turn(tokenizer, **message)
-    parts = [turn["content"], *(turn[name] for name in THOUGHTS if name in turn), *called(turn)]
+    parts = [turn["content"], *(turn[name] for name in THOUGHT_FIELDS if name in turn), *called(turn)]
     # Templates strip what is said, and may open its thought in the prompt.
     whole = all(is_in(part.strip().removeprefix("<think>"), said) for part in parts)
     return whole and said.count("</think>") <= max(1, message["content"].count("</think>"))

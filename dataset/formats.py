@@ -19,7 +19,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from dataset.answers import Answer, without_solution
@@ -34,8 +34,7 @@ Tools = Sequence[Record]  # JSON schemas, or calls, as OpenAI has them
 NAMED_PROMPT, NAMED_ANSWER = "--prompt_key", "--answer_key"  # where ``named`` puts them; no file has these
 PROMPTS = (NAMED_PROMPT, "conversations", "messages", "user_input", "prompt", "question")
 ANSWERS = (NAMED_ANSWER, "answer", "completion", "output")
-# Beside one of these, the last turn of a conversation is not the answer if it leaves its thought open.
-BESIDE = (*ANSWERS, "reward_model", "gt", "chosen", "rejected")
+HAVE_ANSWER = (*ANSWERS, "reward_model", "gt")  # fields
 NO_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # parts of prompts for other models
 PLACEHOLDERS = ("", "空", "无")  # MiniMind's prompt files have these as the last turn, in place of an answer
 QUOTED = 200  # characters of a record that an error message quotes
@@ -60,7 +59,7 @@ ROLE_NAMES = {  # in small letters
     "function_call": "assistant",
 }
 CALL_ROLES = ("tool_call", "function_call")  # the text of such a turn is calls of tools as JSON
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the names of a turn's thought
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # of a turn
 SPEAKS = re.compile("\n\n(Human|Assistant): ?")  # in transcripts (HH-RLHF)
 TURNS_AS_TEXT = re.compile(r'\s*\[\s*{\s*"(role|from|content|value)"')  # as tables keep conversations
 REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
@@ -283,8 +282,6 @@ def _prompt_and_answer(record: Record) -> tuple[AnyPrompt, str | None]:
                 "prompt with --prompt_key and the answer, if any, with --answer_key, or rename them"
             )
         prompt, answer = _prompt_and_last_turn(record, asked)
-        if isinstance(prompt, str) and said is not None and asked == record.get("prompt"):
-            prompt, answer = asked, None  # it may end with the beginning of its answer
     if said is not None and not (answer and said == ""):  # an empty column beside whole conversations
         prompt, answer = _with_answer(prompt, said)
     if _is_empty(prompt):
@@ -294,15 +291,20 @@ def _prompt_and_answer(record: Record) -> tuple[AnyPrompt, str | None]:
 
 def _prompt_and_last_turn(record: Record, asked: Any) -> tuple[AnyPrompt, str | None]:
     """What a record asks -> (prompt, the answer at its end, or None). The assistant's turn at the end of
-    "prompt" is no answer but the beginning of one, and so is an open thought beside an answer."""
+    "prompt" is no answer but the beginning of one; of a transcript, if there is an answer beside it. So is an
+    open thought beside an answer."""
     prompt, last = split(asked)
     if last is None or last.strip() in PLACEHOLDERS:
         return prompt, None
     is_open = last.rfind("<think>") > last.rfind("</think>")
-    is_begun = asked == record.get("prompt") or (is_open and not record.keys().isdisjoint(BESIDE))
-    if isinstance(prompt, str) or not is_begun:
-        return prompt, last
-    return [*prompt, {"role": "assistant", "content": TurnText(last, is_begun=True)}], None
+    is_prompt = asked == record.get("prompt")
+    if isinstance(prompt, str):
+        is_begun = is_prompt and _first(record, ANSWERS) is not None
+        return (asked, None) if is_begun else (prompt, last)
+    has_answer = is_pair(record) or not record.keys().isdisjoint(HAVE_ANSWER)
+    if is_prompt or (is_open and has_answer):
+        return [*prompt, {"role": "assistant", "content": TurnText(last, is_begun=True)}], None
+    return prompt, last
 
 
 def _with_answer(prompt: AnyPrompt, said: Any, whole: bool = False) -> tuple[AnyPrompt, str | None]:
@@ -371,7 +373,7 @@ def as_messages(turns: Any) -> Messages:
         text = "".join(texts)
         if role == "system" and turn.get("tools") and not text:
             continue  # MiniMind's files have their tools in such a turn
-        thought = "" if "</think>" in text else str(_first(turn, THOUGHTS) or "").strip()
+        thought = "" if "</think>" in text else str(_first(turn, THOUGHT_FIELDS) or "").strip()
         messages.append({"role": role, "content": TurnText(text, thought, calls, turn.get("weight"))})
     if not messages:
         raise InputError('a conversation must be text or a list of {"role", "content"} turns, not empty')
@@ -394,10 +396,11 @@ def calls_in(found: Any) -> Tools:
 
 
 def tools_of(record: Record) -> Tools:
-    """The tools of a record: its own, or those in a turn of its prompt. Raises InputError."""
-    turns = _turns_of(_asked(record) or record.get("chosen"))
+    """The tools of a record: its own, or those in one of its turns. Raises InputError."""
+    conversations = map(_turns_of, (_asked(record), _first(record, ANSWERS), record.get("chosen")))
+    turns = chain(*filter(_is_turns, conversations))
     tools: Any = []
-    for place in (record, {"tools": record.get("functions")}, *(turns if _is_turns(turns) else [])):
+    for place in (record, {"tools": record.get("functions")}, *turns):
         tools = tools or _from_json(place.get("tools")) or []
     tools = [*map(_from_json, tools)]
     if not all(isinstance(tool, dict) for tool in tools):

@@ -156,8 +156,7 @@ class RecordDataset(Generic[Item], ABC):
         return [(add_system(prompt, self.system_prompt), answer) for prompt, answer in sides], number
 
     def tools(self, record: Record, prompt: AnyPrompt) -> Tools:
-        """The tools of a record as ``fields`` gives it, of which the prompt is noted as well. Raises
-        InputError."""
+        """The tools of a record as ``fields`` gives it; its prompt is noted as well. Raises InputError."""
         found = tools_of(record)
         turns = to_messages(prompt)
         if found or any(turn["role"] == "tool" for turn in turns):

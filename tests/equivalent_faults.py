@@ -105,8 +105,8 @@ HAND_WRITTEN = {
     ],
     "trainer/rewards/combine.py": [
         (
-            "answer_text(text) for _, text in asked] if self.reasoning else []",
-            "answer_text(text) for _, text in asked]",
+            "for _, text in asked] if self.reasoning else []",
+            "for _, text in asked]",
             "tests/rewards/test_rewards.py",
         ),
         ("[[*blocks]] = x[count:]", "[[*blocks]] = x[count:].flip(0)", ALONE),
