@@ -5,7 +5,7 @@ the backbone has read the prompt and the response tokens before t, but not token
 the state in which token t is chosen (``ValueScorer`` in trainer/compute/scoring.py).
 
 Its first weights: ``--critic_init auto`` (the default) takes a ``--reward_model`` that is a classifier with
-the policy's vocabulary, else the actor (``critic_start`` in trainer/run.py).
+the policy's vocabulary, else the actor (``critic_start`` in trainer/models.py).
 """
 
 import copy
@@ -26,7 +26,7 @@ class CriticModel(nn.Module):
     al. 2022, arXiv:2203.02155, appendix C.4).
     """
 
-    scale = 1.0  # what the head's output is multiplied by (trainer/value_scale.py)
+    scale = 1.0  # what the head's output is multiplied by (``ValueScale``, trainer/advantages.py)
 
     def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
         super().__init__()

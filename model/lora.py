@@ -2,7 +2,7 @@
 
 A frozen layer x -> W x becomes x -> (W + (alpha / r) B A) x, with A [r, in] random and B [out, r] zero, so
 that training begins at W (Hu et al. 2021, arXiv:2106.09685, section 4.1). alpha is 2 r, so the factor is 2 at
-any rank. ``train_ppo.py --lora_r N`` switches it on (trainer/run.py): actor, old actor
+any rank. ``train_ppo.py --lora_r N`` switches it on (trainer/models.py): actor, old actor
 and critic get adapters and share the frozen weights with the reference (docs/models.md). ``peft`` is imported
 only where adapters are made.
 """

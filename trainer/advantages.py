@@ -30,7 +30,7 @@ Sum = Callable[[Tensor], Tensor]  # a tensor -> the sum of every process' tensor
 
 ROUNDING = 1e-6  # differences below this share of the numbers are only rounding
 RATE = 0.1  # of the running variance: it follows the last ten batches or so
-GROWTH = 4.0  # times the variance so far, or that of the batch before, is the most that a batch counts with
+GROWTH = 4.0  # a batch's variance counts at most so many times the running one, or that of the batch before
 LARGEST = torch.finfo(torch.float32).max
 MISLED = 1.1  # times the returns' variance: values with a larger error are worse than the mean return alone
 SMALL = 0.1  # times it: values that vary less say next to nothing
@@ -182,7 +182,7 @@ def centred(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> tuple[Tensor, f
 
 def group_spread(sizes: Tensor, batch: Batch, group_size: int, sum_over_processes: Sum) -> float:
     """What the unit of RLOO and GRPO follows: the root mean square of ``sizes`` [B, R], over the groups whose
-    scores differ. The mean of a group is the zero of its advantages already."""
+    scores differ. The advantages of a group have the mean 0 already."""
     differ = scored_apart(batch.scores, group_size)
     return root_mean_square(sizes, batch.action_mask & differ[:, None], sum_over_processes)
 

@@ -1,9 +1,7 @@
 """The inputs of PPO: flags completed, policy, tokenizer and prompts loaded and checked.
 
-All of it happens before anything is trained or written. ``load_inputs`` checks that flags, policy, tokenizer
-and data fit together; stages 1 and 2 use some of the checks. What a family of models must be able to do:
-docs/models.md.
-"""
+All of it happens before anything is trained or written. Stages 1 and 2 use some of the checks. What a family
+of models must be able to do: docs/models.md."""
 
 import math
 import re

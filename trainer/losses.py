@@ -107,9 +107,10 @@ def policy_loss(
     log_ratio = torch.where(mb.action_mask, logprobs - mb.old_logprobs, 0.0)
     ratio = log_ratio.exp()
     advantages = mb.advantages
-    if kl_in_reward:  # the advantages have the KL of before the updates; here what was moved since
+    # The advantages have the KL before the updates; this is the KL that the updates have added.
+    if kl_in_reward:
         advantages = advantages - kl_in_reward * discounted_sums(log_ratio.detach(), decay)
-    limited = sequence_ratio(log_ratio, mb.action_mask) if kind == "gspo" else ratio  # what the clip is of
+    limited = sequence_ratio(log_ratio, mb.action_mask) if kind == "gspo" else ratio  # which the clip limits
     if kind == "cispo":
         per_token = cispo_loss(logprobs, limited, advantages, low, high)
     else:
@@ -140,7 +141,7 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """0.5 max((V - G)^2, (clip(V, V_old ± cliprange) - G)^2), summed -> (sum, metrics as sums).
 
-    All of it in units of ``scale``, the standard deviation of the returns (value_scale.py). cliprange 0: no
+    All of it in units of ``scale``, the standard deviation of the returns (``ValueScale``). cliprange 0: no
     clip, 0.5 (V - G)^2.
     """
     error = ((values - returns) / scale).square()

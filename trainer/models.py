@@ -55,8 +55,8 @@ class Models:
         shard_group: ShardGroup | None,
         shards_rewards: bool,
     ) -> None:
-        """device, dtype: of mixed precision; critic_start: of the function of this name, None without a
-        critic; rewards: all reward models; total_steps: of the run; shard_group, shards_rewards: of --shard
+        """device, dtype: of mixed precision; critic_start: what ``critic_start`` below returns, None without
+        a critic; rewards: all reward models; total_steps: of the run; shard_group, shards_rewards: of --shard
         1."""
         self.args = args
         self.device = device

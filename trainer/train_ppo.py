@@ -4,9 +4,11 @@
         sample           the old actor answers every prompt                rollout.py, generation/engine.py
         score            the rewards score the answers                     rewards/combine.py
         evaluate_tokens  log-probs of reference and old actor; values      compute/scoring.py
-        reward_tokens    scores -> rewards of tokens -> returns            advantages.py
-        estimate         -> advantages                                     advantages.py
-        update           for each PPO epoch, for each minibatch:
+        reward_tokens    scores -> rewards of tokens (- kl_coef * KL with  advantages.py
+                         --kl_in reward) -> Monte-Carlo returns
+                         the critic's scale follows these returns          advantages.py, ``ValueScale``
+        estimate         -> advantages, whitened; returns of the critic    advantages.py
+        update           for each minibatch, in all PPO epochs:
                              train the critic: vf_coef * value loss        losses.py
                              train the actor, but not in the first --critic_warmup_steps batches:
                                                clipped policy loss + kl_coef * KL to the reference
@@ -266,8 +268,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Flags:
 
 
 # -------------------------------------------------------------------------- prompts -> responses -> scores
-# Each phase fills fields of the batch, in the order of ``Batch`` (compute/batch.py), and changes nothing
-# else.
+# Each phase fills fields of the batch, in the order of ``Batch`` (compute/batch.py). Running statistics of
+# rewards and advantages follow each batch. No phase before ``update`` changes a weight, but for the critic's
+# fit, which stands in ``main``.
 
 
 def sample(run: PpoRun, step: int, records: list) -> Batch:
@@ -332,7 +335,7 @@ def evaluate_tokens(
         if args.offline_data_path:
             # Nobody knows who wrote the answers; the reference counts as it: the ratio is actor / reference.
             batch.old_logprobs = batch.sampler_logprobs = batch.ref_logprobs
-        elif models.sampler_has_scored(step):  # on a CPU in fp32, or with one update a batch; seldom not
+        elif models.sampler_has_scored(step):  # often on a CPU in fp32, or with one update a batch
             batch.old_logprobs = batch.sampler_logprobs
         else:
             batch.old_logprobs, entropy = score_all(
@@ -440,7 +443,7 @@ def actor_loss(
     metrics = Metrics()
     logprobs, entropy, aux_loss = models.actor_scorer(mb.tokens, mb.layout, args.temperature)
     mask = mb.action_mask
-    if models.single_update:  # of the whole batch: the actor is still the old one, and this its forward
+    if models.single_update:  # the actor is still the old one, so its forward gives the old log-probs
         old = logprobs.detach()
         weights = losses.importance_weights(old, mb.sampler_logprobs, mask, args.importance_cap)
         mb = replace(mb, old_logprobs=old, importance_weights=weights)
@@ -579,7 +582,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     new = sample(run, step, session.records(step))
                 with seconds.of("reward"):
                     new = score(run, step, new, seconds)
-                with seconds.of("score"):
+                with seconds.of("score"):  # --replay_batches: ``batch`` has older ones above the new one
                     batch = evaluate_tokens(args, step, new, models, options, world)
                     for option in options:
                         option.before_estimate(step, batch)
@@ -589,7 +592,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if models.critic:  # this changes the critic: its scale, with the first batch its values too
                     run.value_scale.fit(batch, differ, world.sum)
                 estimate(args, batch, differ, run.advantage_scale, world)
-                newest = batch.newest(args.batch_size)  # all of it, without replay
+                newest = batch.newest(args.batch_size)  # the rows of the new one
                 metrics = batch_metrics(args, newest, models.critic, run.kl.coef, world)
             with seconds.of("update"):
                 update(args, step, batch, models, run.updater, metrics, run.kl.coef, options)

@@ -4,7 +4,7 @@ In PPO it gets the weights of the old actor before every rollout, and those of t
 (``RolloutEngine.weights_of`` in rollout.py). Training keeps fp32 weights. Sampling reads every weight once a
 token, so it gains most from a faster dtype. So the old log-probs of the ratio come from the training forward
 (compute/scoring.py), but for fp32 on a CPU, where both are equal up to rounding (``sampler_has_scored`` in
-run.py). ``rollout/sampler_gap`` logs how far the two differ."""
+models.py). ``rollout/sampler_gap`` logs how far the two differ."""
 
 import copy
 from collections import defaultdict

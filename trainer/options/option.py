@@ -1,6 +1,6 @@
 """What an option of PPO may do in a step. An option is an object with its state and some of these hooks.
 
-train_ppo.py calls the hooks of all options of a run, in the order of ``Options.hooks`` (run.py). What a
+train_ppo.py calls the hooks of all options of a run, in the order of ``PpoRun.options`` (run.py). What a
 checkpoint keeps of an option: ``state_dict`` and ``load_state_dict``, as of torch's ``Stateful``.
 """
 
