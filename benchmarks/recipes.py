@@ -17,9 +17,8 @@ from common import ROOT, read, table
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
 from model.model_minimind import MiniMindConfig, plain_config
-from trainer.compute.batching import tokens_per_forward
 from trainer.inputs import EVAL_BATCH, complete_sizes, suited_rate
-from trainer.memory_plan import GB, LEAST_TOKENS, USABLE, ModelSizes, PlannedRun, fitted_plan, memory_plan
+from trainer.memory_plan import GB, USABLE, ModelSizes, PlannedRun, fitted_plan
 from trainer.train_ppo import flag_parser
 
 SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -113,13 +112,7 @@ def planned(args, config, card, dtype, device):
     rewards, width = [reward] if args.reward_model else [], args.max_seq_len + args.max_gen_len
     available = USABLE * (card or MAIN_MEMORY) * GB
     run = PlannedRun(args, device, dtype, models, rewards, responses, width)
-    plan, budget = fitted_plan(run, available), tokens_per_forward(device)
-    while budget > LEAST_TOKENS:  # as the run halves them where memory runs out
-        larger = memory_plan(run, plan.slots, budget)
-        if larger.peak <= available:
-            return larger, models
-        budget //= 2
-    return plan, models
+    return fitted_plan(run, available), models
 
 
 def commands_table():

@@ -15,7 +15,9 @@ def collected(run, step, records):
 def filled(run, step, batch):
     """A batch with scores -> the batch that is learned from, with all its fields."""
     args, models, world = run.args, run.models, run.world
-    batch = train_ppo.evaluate_tokens(args, step, batch, models, run.options, world)
+    batch = train_ppo.evaluate_tokens(
+        args, step, batch, models, run.options, world, run.progress.token_budget
+    )
     for option in run.options:
         option.before_estimate(step, batch)
     train_ppo.reward_tokens(args, batch, run.kl.coef)

@@ -4,8 +4,8 @@ Models and AdamW's two moments are there all the time; the rest comes and goes w
 (docs/performance.md, "Memory"). ``memory_plan`` is the arithmetic. It needs no model, only ``ModelSizes``, so
 it serves for other flags and machines too. ``check_memory`` chooses how many sequences are sampled together.
 A run that cannot fit ends there in one line: a GPU would fail in the middle of a step, and a CPU's system
-would kill the process without a word. Micro-batches are planned with --shard 1 only: other runs halve them
-where memory runs out (``Updater.gradients`` in runs/optimizer_step.py).
+would kill the process without a word. It chooses the first size of micro-batches too. Where memory runs out
+all the same they are halved (``Updater.gradients`` in runs/optimizer_step.py).
 """
 
 from argparse import Namespace
@@ -156,12 +156,10 @@ def memory_plan(run: PlannedRun, slots: int = SLOTS, token_budget: int = LEAST_T
 
 
 def fitted_plan(run: PlannedRun, available: float) -> Plan:
-    """The plan with the most sequences sampled together that fits into ``available`` bytes, and in a sharded
-    run with the largest micro-batches. If its ``peak`` is above ``available``, nothing fits."""
+    """The plan with the most sequences sampled together that fits into ``available`` bytes, and then with the
+    largest micro-batches. If its ``peak`` is above ``available``, nothing fits."""
     slots = SLOTS
-    tokens = LEAST_TOKENS
-    if run.args.shard and run.processes > 1:
-        tokens = tokens_per_forward(run.device, sharded=True)
+    tokens = tokens_per_forward(run.device, largest=True)
     while True:
         plan = memory_plan(run, slots, tokens)
         if plan.peak <= available or slots == ROW_MULTIPLE:

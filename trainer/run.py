@@ -25,7 +25,6 @@ from model.weights import short_hash
 from progress_bar import Start
 from trainer.advantages import AdvantageScale, ValueScale
 from trainer.compute.batch import Batch, RawScores
-from trainer.compute.batching import tokens_per_forward
 from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.sharding import ShardGroup
@@ -223,8 +222,7 @@ class PpoRun(Run):
             shards_rewards=self.shards_rewards,
         )
         keep_endings(self.endings, actor)
-        tokens = self.plan.token_budget if self.shard_group else tokens_per_forward(world.device)
-        self.progress = Progress(token_budget=tokens)
+        self.progress = Progress(token_budget=self.plan.token_budget)
         self.loss_scale = LossScale(self.dtype)  # of fp16
         self.learners = self.models.learners
         self.updater = Updater(

@@ -322,6 +322,7 @@ def evaluate_tokens(
     models: Models,
     options: list[Option],
     world: World,
+    token_budget: int,
 ) -> Batch:
     """Log-probs of reference and old actor, the critic's values, and which tokens the policy loss is of.
     --replay_batches: the batch that comes back has older batches above the new one. Old actor and critic
@@ -329,7 +330,9 @@ def evaluate_tokens(
     """
     with models.host.on_device(models.old_actor, models.reference):
         if models.reference_scorer:
-            batch.ref_logprobs, _ = score_all(batch, models.reference_scorer, temperature=args.temperature)
+            batch.ref_logprobs, _ = score_all(
+                batch, models.reference_scorer, token_budget, temperature=args.temperature
+            )
         for option in options:
             batch = option.with_older(batch)
         if args.offline_data_path:
@@ -339,10 +342,10 @@ def evaluate_tokens(
             batch.old_logprobs = batch.sampler_logprobs
         else:
             batch.old_logprobs, entropy = score_all(
-                batch, models.old_actor_scorer, temperature=args.temperature
+                batch, models.old_actor_scorer, token_budget, temperature=args.temperature
             )
     if models.value_scorer:
-        [batch.values] = score_all(batch, models.value_scorer)
+        [batch.values] = score_all(batch, models.value_scorer, token_budget)
     # min(pi_old / pi_sampler, --importance_cap): 1 where the sampler's log-probs are the old ones
     batch.importance_weights = losses.importance_weights(
         batch.old_logprobs, batch.sampler_logprobs, batch.action_mask, args.importance_cap
@@ -583,7 +586,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 with seconds.of("reward"):
                     new = score(run, step, new, seconds)
                 with seconds.of("score"):  # --replay_batches: ``batch`` has older ones above the new one
-                    batch = evaluate_tokens(args, step, new, models, options, world)
+                    batch = evaluate_tokens(
+                        args, step, new, models, options, world, run.progress.token_budget
+                    )
                     for option in options:
                         option.before_estimate(step, batch)
             with seconds.of("score"):

@@ -22,23 +22,22 @@ Device = torch.device | str
 NO_FP64 = "mps"  # a Mac's GPU
 
 
-def tokens_per_forward(device: torch.device, sharded: bool = False) -> int:
-    """The most tokens of one forward, in sampling, scoring and training: few on a CPU, for activations in its
-    cache; more to keep a GPU busy. Training may take fewer (``tokens_per_micro_batch``).
+def tokens_per_forward(device: torch.device, largest: bool = False) -> int:
+    """The most tokens of one forward: few on a CPU, for activations in its cache; more to keep a GPU busy.
 
-    sharded: of training with --shard 1, where each forward on a GPU fetches all weights. memory_plan.py
-    halves the number until it fits."""
+    largest: the number with which memory_plan.py begins, and which it halves until a micro-batch of training
+    fits: the larger, the less often a GPU waits for its next operation. PPO's scoring takes it too."""
     if device.type == "cpu":
         return 1 << 11
     # With deterministic algorithms the size does not follow from the memory that is free.
-    return 1 << 16 if sharded and not torch.are_deterministic_algorithms_enabled() else 1 << 13
+    return 1 << 16 if largest and not torch.are_deterministic_algorithms_enabled() else 1 << 13
 
 
 def tokens_per_micro_batch(limit: int, lengths: Sequence[int], pieces: int) -> int:
     """The most tokens of a micro-batch, to learn from a minibatch of sequences of these lengths: ``limit``,
     but no more than all of it has, or with --accumulation_steps one of ``pieces`` of about equal size.
 
-    limit: ``tokens_per_forward`` at first, halved where memory runs out (``Progress.token_budget``)."""
+    limit: that of the memory plan at first, halved where memory runs out (``Progress.token_budget``)."""
     if pieces == 1:
         return min(limit, _forward_size(len(lengths), max(lengths), sum(lengths)))
     return min(limit, math.ceil(sum(lengths) / pieces))

@@ -220,10 +220,11 @@ class ValueScorer(Scorer):
 
 
 @torch.no_grad()
-def score_all(batch: Batch, scorer: Scorer, **more: float) -> list[Tensor]:
+def score_all(batch: Batch, scorer: Scorer, token_budget: int = 0, **more: float) -> list[Tensor]:
     """Score all rows of a batch, micro-batch by micro-batch -> what the scorer finds of the sampled tokens,
     each [B, R]: a ``PolicyScorer`` log-probs and the entropies before them, a ``ValueScorer`` values. more:
-    what it is called with besides."""
+    what it is called with besides; token_budget: of a micro-batch, where that is more than
+    ``tokens_per_forward``."""
     found: dict[int, tuple[Tensor, ...]] = {}  # {row: its numbers, each [R]}
     width = batch.sampler_logprobs.shape[1]
 
@@ -234,7 +235,7 @@ def score_all(batch: Batch, scorer: Scorer, **more: float) -> list[Tensor]:
         padded = [F.pad(x, (0, width - x.shape[1])) for x in numbers]
         found.update(zip(rows, zip(*padded, strict=True), strict=True))
 
-    budget = tokens_per_forward(batch.tokens.device)
+    budget = max(token_budget, tokens_per_forward(batch.tokens.device))
     each_micro_batch(batch.layout.lengths, budget, fill, scorer.name, scorer.shard_group)
     in_order = [found[row] for row in range(len(found))]
     return [torch.stack(numbers) for numbers in zip(*in_order, strict=True)]
