@@ -142,9 +142,9 @@ def comparable(answer: Answer) -> bool:
 
 
 def after_thinking(response: str, beginning: str = "") -> str:
-    """What a model that thinks says: the text behind the last ``</think>``, without the spaces around it. The
-    whole answer where there is no such tag, but nothing in a thought that its beginning, which the prompt
-    has, opens."""
+    """What a model that thinks says: the text behind the last ``</think>``, without the spaces around it.
+    Without that tag it is the whole response; but if the beginning of the answer, in the prompt, has opened a
+    thought, it is nothing: the thought has not ended."""
     _, tag, said = (beginning + response).rpartition("</think>")
     if tag:
         return said.strip()

@@ -47,9 +47,9 @@ def token_rewards(
     kl_penalty: Tensor | None = None,
     steps: Tensor | None = None,
 ) -> Tensor:
-    """Rewards [B, R]: the sequence's score [B] lands on its last response token, less the part of it that
-    ``steps`` [B, R], if any, have on tokens of their own; ``kl_penalty`` [B, R], if any (``--kl_in reward``:
-    kl_coef * k1), is taken off every response token."""
+    """Rewards [B, R] of tokens. Each response's score [B] lands on its last token. If there are ``steps``
+    [B, R], rewards at tokens inside the response, they land there, and the last token gets the rest of the
+    score. ``kl_penalty`` [B, R] (``--kl_in reward``: kl_coef * k1) is taken off every token."""
     rewards = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     last = response_len[:, None] - 1
     rest = torch.where(scores.isnan(), 0.0, scores).float()[:, None]
@@ -90,8 +90,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 def response_rewards(rewards: Tensor, mask: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """The sum of each response's token rewards [B, R] -> ([B / group_size, group_size], a row for each
-    prompt; how many of them are scored, [B / group_size, 1]). In the place of one without a score stands the
-    others' mean.
+    prompt; how many of them are scored, [B / group_size, 1]). A response without a score gets the mean of the
+    prompt's others.
 
     The answers to a prompt are rows that follow one another (``local_positions`` in dataset/data_order.py).
     """
@@ -261,8 +261,8 @@ class AdvantageScale(RunningScale):
         self, batch: Batch, advantages: Tensor, size: float, differ: bool, divided: bool = False
     ) -> None:
         """Fill the batch's advantages: ``advantages`` [B, R], less their mean already, divided by the unit, 0
-        on padding. size: their standard deviation; divided: each was divided by the standard deviation of its
-        group (GRPO), so the unit is only that of KL and entropy."""
+        on padding. size: their standard deviation. divided: of GRPO, whose advantages are divided by their
+        group's standard deviation already. Then only KL and entropy are divided by the unit."""
         batch.advantage_std = size
         batch.advantage_unit = self.unit(size, differ)
         divisor = 1.0 if divided else batch.advantage_unit

@@ -103,7 +103,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token (kind: "clip", "cispo" or "gspo") times its importance weight -> (sum over
     tokens, metrics as sums). logprobs [B, R] of the actor. kl_in_reward: the KL's weight with --kl_in reward,
-    in units of the loss; decay: gamma * lambda, what a later token's reward counts in an advantage."""
+    in units of the loss; decay: gamma * lambda, by which each later token's reward counts less."""
     log_ratio = torch.where(mb.action_mask, logprobs - mb.old_logprobs, 0.0)
     ratio = log_ratio.exp()
     advantages = mb.advantages

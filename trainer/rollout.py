@@ -91,8 +91,9 @@ class RolloutEngine:
 
 
 def with_sampled_space(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The batch's prompts; their texts end with the space with which the response begins where its own text
-    has none, as with Llama 2's tokenizer. So prompt and response together are the text that was sampled."""
+    """The batch's prompts. Some tokenizers (Llama 2's) decode a response without the space with which it
+    begins. There the prompt's text ends with that space. So prompt and response together are the text that
+    was sampled."""
     found = []
     for prompt, ids, text in zip(batch.prompts, batch.responses(), batch.texts, strict=True):
         before = decode(tokenizer, prompt.prompt_ids)

@@ -2,7 +2,7 @@
 
 ``Best.updated`` decides and writes, into the run folder: the weights, best.pth and the folder best beside it,
 and best.json, which says what evaluation these had. The evaluation before training is the value to beat; no
-weights are written for it. In a run that is evaluated in another way the best begins anew.
+weights are written for it. Values of another evaluation cannot be compared: then the best begins anew.
 """
 
 import json

@@ -21,8 +21,8 @@ from trainer.runs.distributed import World
 
 
 def rows_of_equal_groups(scores: Tensor, group_size: int) -> list[int]:
-    """Scores [B] -> the rows of the prompts whose answers all score the same; NaN, no score, differs from
-    none."""
+    """Scores [B] -> the rows of the prompts whose answers all score the same. An answer without a score (NaN)
+    counts as equal to all others."""
     groups = scores.view(-1, group_size)
     equal = groups.nan_to_num(-torch.inf).amax(1) <= groups.nan_to_num(torch.inf).amin(1)
     return equal.repeat_interleave(group_size).nonzero()[:, 0].tolist()

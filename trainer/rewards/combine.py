@@ -62,7 +62,7 @@ from trainer.rewards.reward_server import RewardServer
 
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
 SMALLEST_STD = 1e-6  # the least divisor of a normalised score: if all are equal, their std is 0
-OF_LENGTH = ("missing_eos", "overlong")  # parts of the score: whether a response was cut says nothing of it
+OF_LENGTH = ("missing_eos", "overlong")  # parts that judge the length, and not what a response says
 
 
 @dataclass
@@ -292,7 +292,8 @@ class EvalReward(Reward):
 
 
 def total(parts: Parts) -> Tensor:
-    """{part: [B]} -> the sum [B] of those that say something; NaN where none does but for the length."""
+    """{part: [B]} -> the sum [B] of the parts that are not NaN; NaN where only ``OF_LENGTH`` say
+    something."""
     stacked = torch.stack(list(parts.values()))
     silent = [scores.isnan() for name, scores in parts.items() if name not in OF_LENGTH]
     found = torch.where(stacked.isnan(), 0.0, stacked).sum(0)

@@ -43,8 +43,8 @@ RewardFunction = Callable[..., object]  # the user's: what it returns is checked
 RewardFunctions = dict[str, tuple[RewardFunction, float]]  # {name of the part: (function, weight)}
 # The scores of B responses, None where the function says nothing of one; and their steps.
 Returned = tuple[list[float | None], list[Steps]]
-# Of ours. The places of names that can mean only one thing, None for no place: a function with another order
-# must not be called wrongly.
+# Of our kind of functions, which are called by position: {a name that can mean only one thing: its position,
+# None for no position}. A function that has such a name elsewhere is refused.
 PLACES: dict[str, int | None] = dict.fromkeys(("data_source", "data_sources", "extra_info"))
 PLACES |= {"prompts": 0, "prompt": 0, "responses": 1, "response": 1, "completion": 1, "ground_truth": 2}
 GIVEN = {  # {kind: the parameters that need no field of the records}

@@ -37,9 +37,8 @@ def from_thought(beginning: str) -> str:
 
 def thinking_reward(prompt: str, response: str, size: float, beginning: str = "") -> float:
     """``size`` times MiniMind's points for a response with ``</think>``: 1 for a thought of 20 to 300
-    characters, else -0.5; and 0.25 if there is one such tag, else -0.25. 0 for a response without it, and
-    where the prompt, as the policy reads it, ends with a thought that the chat template has closed, or the
-    beginning of the answer closes one."""
+    characters, else -0.5; and 0.25 if there is one such tag, else -0.25. 0 for a response without the tag. 0
+    also where the thought ends in the prompt: closed by the chat template or by the answer's beginning."""
     thought, tag, _ = (from_thought(beginning) + response).partition("</think>")
     if not tag or "</think>" in beginning or prompt.rstrip().endswith("</think>"):
         return 0.0
