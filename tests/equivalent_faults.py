@@ -68,7 +68,7 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
         SAME_PLACE: [
             "probs = logits.softmax(1, dtype=torch.float32)",
-            "token = logits.argmax(1, keepdim=True)",
+            "token = torch.where(u[:, None] < 0, logits.argmax(1, keepdim=True), token)",
             "return (x.double() * 2 ** 52).long().cumsum(1).double() / 2 ** 52",
         ],
         "a guard against the last bit of a sum": [

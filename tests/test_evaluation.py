@@ -35,17 +35,20 @@ def evaluated(monkeypatch, prompts, sampled, greedy, reasoning=False):
     or, for each of the prompts, as many texts."""
     several = [said if isinstance(said, list) else [said] for said in sampled]
 
-    def answer(evaluation, asked, temperature, count):
-        said = {0.7: several, 0.0: [[text] for text in greedy]}[temperature]
-        texts = [said[prompt.index][place % count] for place, prompt in enumerate(asked)]
+    def batch(asked, said):
+        texts = [text for prompt in asked for text in said[prompt.index]]
         lengths = torch.tensor([len(text) for text in texts])
         parts = {"score": lengths / 10}
         if reasoning:
             parts["format"] = 0.5 * torch.tensor([float("<think>" in text) for text in texts])
+        asked = [prompt for prompt in asked for _ in said[0]]
         return Batch(None, None, lengths, lengths % 2 == 0, None, asked, texts, parts=parts)
 
+    def answer(evaluation, asked):
+        return {"": batch(asked, several), "_greedy": batch(asked, [[text] for text in greedy])}
+
     monkeypatch.setattr(Evaluation, "answer", answer)
-    args = SimpleNamespace(temperature=0.7, reasoning=reasoning, num_generations=len(several[0]))
+    args = SimpleNamespace(reasoning=reasoning, num_generations=len(several[0]))
     engine = SimpleNamespace(weights_of=lambda model: nullcontext())
     models = SimpleNamespace(actor=None)
     return Evaluation(args, ALONE, prompts, None, models, engine, (), None, None).of_prompts()[0]
@@ -156,6 +159,19 @@ def respond(model, prompt, temperature, seed, sample=0):
     return found
 
 
+def asked_together(run, monkeypatch):
+    """-> the prompts of each call of the sampler from now on."""
+    calls = []
+    plain = run.engine.sampler.sample
+
+    def sample(prompt_ids, *args, **more):
+        calls.append(prompt_ids)
+        return plain(prompt_ids, *args, **more)
+
+    monkeypatch.setattr(run.engine.sampler, "sample", sample)
+    return calls
+
+
 @pytest.mark.parametrize("answers", [1, 2])
 def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatch):
     """Actor, old actor and reference differ; the answers of some records are what the actor says."""
@@ -182,6 +198,12 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
     run = PpoRun(args, ALONE)
     run.models.actor.load_state_dict(plain.state_dict())
     found, rows = run.evaluate()
+    calls = asked_together(run, monkeypatch)
+    assert run.evaluate() == (found, rows)
+    rows_of_a_call = 5 // (answers + 1) * (answers + 1)
+    assert max(map(len, calls)) == rows_of_a_call and sum(map(len, calls)) == 13 * (answers + 1)
+    for asked in calls:  # each prompt, then it again for its other answers
+        assert asked == [prompt for prompt in asked[:: answers + 1] for _ in range(answers + 1)]
     shown = rows["eval_samples.jsonl"]
     assert [row["place"] for row in shown] == list(range(8))
     assert [row["response"] for row in shown] == responses[""][: 8 * answers : answers]

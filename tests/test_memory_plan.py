@@ -265,7 +265,7 @@ def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_pa
     held_out = {"eval_data_path": files["data_path"]}
     for more in ({"reward_model": model, **held_out}, {}, {"eval_reward_model": model, **held_out}):
         refused("enough", train, **TINY, **files, **more, out_dir=tmp_path / "out", max_seq_len=100)
-    assert counted == [(1, 8), (0, 4), (1, 8)]
+    assert counted == [(1, 16), (0, 4), (1, 16)]  # a sampled and a greedy answer to each
     assert not (tmp_path / "out").exists()
 
 

@@ -73,20 +73,16 @@ class Evaluation:
         held_out = self.held_out
         metrics = Metrics()
         mine: dict[int, Row] = {}
-        batches = self.world.batches_of(len(held_out), max(1, EVAL_BATCH // args.num_generations))
+        batches = self.world.batches_of(len(held_out), max(1, EVAL_BATCH // (args.num_generations + 1)))
         total = (args.num_generations + 1) * sum(map(len, batches))
         with self.engine.weights_of(self.models.actor), phase("evaluation", total, "responses") as bar:
             for places in batches:
                 with self.world.all_or_none():
                     prompts = [held_out[i] for i in places or [0]]  # no more at a time: records can be large
-                for kind, temperature, count in (
-                    ("", args.temperature, args.num_generations),
-                    ("_greedy", 0.0, 1),
-                ):
-                    asked = [prompt for prompt in prompts for _ in range(count)]
-                    batch = self.answer(asked, temperature, count)
+                for kind, batch in self.answer(prompts).items():
                     if not places:  # only others have prompts left; sharded models need all processes
                         continue
+                    count = len(batch.prompts) // len(prompts)
                     answers = answer_rows(batch)[::count]  # the first one to each
                     for place, prompt, row in zip(places, prompts, answers, strict=True):
                         if place < SHOWN and kind:
@@ -96,7 +92,7 @@ class Evaluation:
                     if held_out.has_accuracy:
                         right = [
                             is_correct(text, prompt.answer, args.reasoning, begun(prompt.prompt))
-                            for prompt, text in zip(asked, batch.texts, strict=True)
+                            for prompt, text in zip(batch.prompts, batch.texts, strict=True)
                             if prompt.answer is not None and comparable(prompt.answer)
                         ]
                         metrics.add(f"eval/accuracy{kind}", sum(right), len(right))
@@ -111,23 +107,29 @@ class Evaluation:
                         measured["judge_mean_square"] = parts["judge"].double().square()
                     for name, x in measured.items():
                         add_scores(metrics, f"eval/{name}{kind}", x)
-                    bar.update(len(asked))
+                    bar.update(len(batch.prompts))
         shown = {place: row for theirs in self.world.gather(mine) for place, row in theirs.items()}
         return metrics.means(self.world), {"eval_samples.jsonl": [shown[place] for place in sorted(shown)]}
 
-    def answer(self, prompts: list[Prompt], temperature: float, count: int) -> Batch:
-        """Answers to prompts, each of which stands there ``count`` times, with the scores of reward and
-        judge.
+    def answer(self, prompts: list[Prompt]) -> dict[str, Batch]:
+        """-> {"": ``--num_generations`` sampled answers to each prompt, "_greedy": one}, with the scores of
+        reward and judge. All are sampled in one call, in which the answers to a prompt share its computation.
 
         Raises InputError in all processes or in none."""
-        samples = torch.arange(len(prompts)) % count
-        keys = noise_keys(self.args.seed, EVAL_STEP, [p.index for p in prompts], samples)
+        count = self.args.num_generations + 1  # the last one is greedy
+        asked = [prompt for prompt in prompts for _ in range(count)]
+        samples = torch.arange(len(asked)) % count
+        keys = noise_keys(self.args.seed, EVAL_STEP, [p.index for p in asked], samples)
+        greedy = (samples == count - 1).tolist()
         with self.world.all_or_none():  # sharded models need all processes: one that has failed ends all
-            batch = self.engine.respond(prompts, keys, temperature)
-        for reward in self.rewards:
-            with self.world.all_or_none():
-                batch.parts |= reward.combine(self.score_parts(reward, batch))
-        return batch
+            batch = self.engine.respond(asked, keys, self.args.temperature, greedy)
+        found = {}
+        for kind, wanted in (("", False), ("_greedy", True)):
+            found[kind] = batch.rows([row for row, chosen in enumerate(greedy) if chosen is wanted])
+            for reward in self.rewards:
+                with self.world.all_or_none():
+                    found[kind].parts |= reward.combine(self.score_parts(reward, found[kind]))
+        return found
 
     @torch.no_grad()
     def of_pairs(self, pairs: LoggedPairs) -> dict[str, float]:

@@ -464,7 +464,7 @@ def sampling_room(
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest - args.max_gen_len} tokens it "
             f"exceeds the {limit} positions of {args.model}; lower it or --max_seq_len"
         )
-    group_size = args.num_generations
+    group_size = args.num_generations + 1  # an evaluation has a greedy answer too
     evaluated = min(max(EVAL_BATCH, group_size), len(held_out or ()) * group_size)
     sampled = 0 if args.offline_data_path else args.batch_size
     return max(sampled, evaluated), longest, args.max_gen_len

@@ -73,8 +73,10 @@ class RolloutEngine:
                 self.sampler.release()
                 self.sampler.copy.unload()
 
-    def respond(self, prompts: list[Prompt], keys: Tensor, temperature: float) -> Batch:
-        """Prompts -> their responses, not scored. keys [B]: of ``noise_keys``; temperature 0: greedy."""
+    def respond(
+        self, prompts: list[Prompt], keys: Tensor, temperature: float, greedy: Sequence[bool] = ()
+    ) -> Batch:
+        """Prompts -> their responses, not scored. keys [B]: of ``noise_keys``; greedy: of ``Sampler.sample``."""
         batch = self.sampler.sample(
             [prompt.prompt_ids for prompt in prompts],
             keys,
@@ -84,6 +86,7 @@ class RolloutEngine:
             min_gen_len=self.args.min_gen_len,
             stops=self.endings.stops,
             never=self.endings.forbidden.never,
+            greedy=greedy,
         )
         batch.prompts = prompts
         batch.texts = response_texts(batch, self.tokenizer, self.endings.stops)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.generation import sampling
-from trainer.generation.sampling import noise_keys, running_sum, sample_tokens, uniform
+from trainer.generation.sampling import GREEDY, noise_keys, running_sum, sample_tokens, uniform
 
 WORD = 2**64
 LAST = 1 - 2**-53  # the largest u
@@ -83,13 +83,17 @@ def test_tokens_are_those_of_one_cumulative_sum_in_fp64(draw, temperature, dtype
     assert logprobs.isfinite().all()
 
 
-@pytest.mark.parametrize("draw", ["C", "torch"], indirect=True)
-def test_greedy_takes_the_first_of_the_largest_with_its_log_prob_at_temperature_1(draw):
-    for count in (1, 3):
-        logits = torch.tensor([[0.2, 0.4, 0.4]]).log().repeat(count, 1)
-        tokens, logprobs = draw(logits, 0.0, torch.full((count,), 0.99, dtype=torch.float64))
-        assert tokens.tolist() == [1] * count
-        assert logprobs.tolist() == pytest.approx([torch.tensor(0.4).log().item()] * count)
+def test_greedy_rows_get_the_first_of_the_largest_and_the_others_stay(draw):
+    """In one block of the vocabulary, and in a later one that has more than one block before it."""
+    for size, place in ((3, 1), (9001, 8500)):
+        logits = torch.full((4, size), -20.0)
+        logits[:, 0] = 1.0
+        logits[:, [place, place + 1]] = 2.0
+        u = torch.tensor([GREEDY, 0.0, GREEDY, 0.1], dtype=torch.float64)
+        tokens, logprobs = draw(logits, 0.7, u)
+        assert tokens.tolist() == [place, 0, place, 0]
+        exact = (logits / 0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        assert logprobs.tolist() == pytest.approx(exact.tolist(), abs=1e-5)
 
 
 def test_a_whole_vocabulary_is_drawn_in_order(draw):
@@ -130,7 +134,7 @@ def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob(draw):
         logits[[0, 1], 0] = logits[[2, 3], size // 2] = logits[[4, 5], -1] = torch.tensor(bad)
         logits[6] = torch.nan
         for temperature, u in product(
-            (0, 0.7, 1.0) if ours else (0.7,), (0.0, 0.5, LAST) if ours else (0.5,)
+            (0.7, 1.0) if ours else (0.7,), (GREEDY, 0.0, 0.5, LAST) if ours else (GREEDY, 0.5)
         ):
             tokens, logprobs = draw(logits, temperature, torch.full((8,), u, dtype=torch.float64))
             assert ((tokens >= 0) & (tokens < size)).all()

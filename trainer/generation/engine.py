@@ -10,6 +10,7 @@ sampling.py. What ends a response: stops.py.
 
 import inspect
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -27,7 +28,7 @@ from trainer.compute.memory import attempt, empty_device_cache, out_of_memory_er
 from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.kv_cache import KVCache, bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
-from trainer.generation.sampling import sample_tokens, uniform
+from trainer.generation.sampling import GREEDY, sample_tokens, uniform
 from trainer.generation.stops import Forbidden, StopStrings
 
 SLOTS = 256  # at most so many sequences decode together
@@ -90,21 +91,25 @@ class Sampler:
         min_gen_len: int = 0,
         stops: StopStrings | None = None,
         never: tuple[tuple[int, int], ...] = (),
+        greedy: Sequence[bool] = (),
     ) -> Batch:
         """One response a prompt -> ``Batch`` with its first five fields, in the order of the prompts.
 
         prompt_ids: B non-empty lists; keys [B]: from ``noise_keys``; eos_ids: each of them ends a response;
-        temperature 0 is greedy; never: of ``Forbidden``. When memory runs out, sampling starts again with
+        greedy [B]: which rows get the likeliest tokens; temperature 0: all of them do, with log-probs at
+        temperature 1; never: of ``Forbidden``. When memory runs out, sampling starts again with
         half the slots: the same tokens up to rounding. InputError if a single sequence does not fit, or if
         the model gives NaN.
         """
         count = len(prompt_ids)
         width = max(map(len, prompt_ids)) + max_gen_len
+        noise = uniform(keys, max_gen_len)
+        noise.masked_fill_(torch.tensor(greedy or [temperature == 0] * count)[:, None], GREEDY)
 
         def run():
             sizes = tuple(map(max, self.sizes, (count, width, max_gen_len)))
             engine = self._engine(sizes, (Forbidden(min_gen_len, tuple(eos_ids), never), stops))
-            engine.start(prompt_ids, keys, max_gen_len, temperature)
+            engine.start(prompt_ids, noise, temperature or 1.0)
             with phase("sampling", count, "responses") as bar:
                 while engine.waiting or engine.live:
                     engine.admit()
@@ -184,13 +189,14 @@ class Engine:
         self.response_len = zeros(rows)
         self.finished = zeros(rows, dtype=torch.bool)
 
-    def start(self, prompt_ids: list[list[int]], keys: Tensor, max_gen_len: int, temperature: float) -> None:
-        """Begin a call: all prompts wait, the longest first, so that similar ones are prefilled together."""
+    def start(self, prompt_ids: list[list[int]], noise: Tensor, temperature: float) -> None:
+        """Begin a call: all prompts wait, the longest first, so that similar ones are prefilled together.
+        noise [B, longest response] fp64: of ``uniform``, or ``GREEDY``."""
         self.prompt_ids = prompt_ids
         self.temperature = temperature
-        self.limit = max_gen_len
+        self.limit = noise.shape[1]
         self.waiting = sorted(range(len(prompt_ids)), key=lambda i: (len(prompt_ids[i]), -i))
-        self.noise[: len(keys), :max_gen_len] = send(uniform(keys, max_gen_len), self.noise.device)
+        self.noise[: len(noise), : self.limit] = send(noise, self.noise.device)
         self.longest = 0  # at most how many tokens the sequence in a slot has
         self._clear_slots(0)
 
@@ -271,7 +277,7 @@ class Engine:
             self.forbidden.forbid_(logits, count)
         going_on = done == 0
         position += going_on
-        fused = getattr(kernels_for(logits), "sample_and_store", None) if self.temperature else None
+        fused = getattr(kernels_for(logits), "sample_and_store", None)
         if fused:  # a GPU's kernels
             state = row, token, count, done
             results = self.tokens, self.logprobs

@@ -18,14 +18,15 @@ from torch import Tensor
 from trainer.compute.kernels import kernels_for
 
 BLOCK = 64  # tokens in one block of the CDF's coarse level
+GREEDY = -1.0  # in the place of the noise of a token: the likeliest one
 
 
 def sample_tokens(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
     """Inverse-CDF sampling. logits [B, V], u [B] fp64 in [0, 1) -> (tokens [B], their log-probs [B] fp32).
 
-    The token is the first whose cumulative probability exceeds u. Temperature 0 is greedy, with log-probs at
-    temperature 1. The CDF has two levels, blocks and the tokens of one block, so that no running sum passes
-    over the whole vocabulary. u * total stays below the total, so no token of probability 0 is ever drawn.
+    The token is the first whose cumulative probability exceeds u; where u is ``GREEDY``, the likeliest one.
+    The CDF has two levels, blocks and the tokens of one block, so that no running sum passes over the whole
+    vocabulary. u * total stays below the total, so no token of probability 0 is ever drawn.
     Logits with a NaN give some token and the log-prob NaN (``Sampler.sample`` raises the error).
     """
     if logits.is_cpu and (kernels := kernels_for(logits)) is not None:  # a GPU's: ``sample_and_store``
@@ -33,16 +34,14 @@ def sample_tokens(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor
         logprob = torch.empty(len(u))
         kernels.over_rows("sample_tokens", logits, u.contiguous(), token, logprob, float(temperature))
         return token, logprob
-    if temperature not in (0, 1):
+    if temperature != 1:
         logits = logits.float() / temperature
     probs = logits.softmax(-1, dtype=torch.float32)
-    if temperature == 0:
-        token = logits.argmax(-1, keepdim=True)
-    else:
-        blocks = F.pad(probs, (0, -probs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-        block, inside = _first_beyond(blocks.sum(-1), u[:, None])
-        column, _ = _first_beyond(blocks[torch.arange(len(u), device=u.device), block[:, 0]], inside)
-        token = (block * BLOCK + column).clamp_(max=logits.shape[1] - 1)
+    blocks = F.pad(probs, (0, -probs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    block, inside = _first_beyond(blocks.sum(-1), u[:, None])
+    column, _ = _first_beyond(blocks[torch.arange(len(u), device=u.device), block[:, 0]], inside)
+    token = (block * BLOCK + column).clamp_(max=logits.shape[1] - 1)
+    token = torch.where(u[:, None] < 0, logits.argmax(-1, keepdim=True), token)
     return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
 
 

@@ -59,11 +59,11 @@ void token_logprobs_backward(n_t bf16, n_t threads, n_t rows, n_t size, const vo
 }
 
 /* Inverse-CDF sampling: the first token whose CDF under softmax(logits / temperature) exceeds u [rows]
- * (double, in [0, 1)), and its log-prob. Temperature 0: the token of the largest logit, with its log-prob at
- * temperature 1. No token of probability 0 is drawn. */
+ * (double, in [0, 1)), and its log-prob. u < 0: the token of the largest logit. No token of probability 0 is
+ * drawn. */
 void sample_tokens(n_t bf16, n_t threads, n_t rows, n_t size, const void *logits, const void *u,
                    void *tokens, void *logprobs, float temperature) {
-    float scale = temperature == 0 ? 1 : 1 / temperature;
+    float scale = 1 / temperature;
     ROWS for (n_t row = 0; row < rows; row++) {
         n_t base = row * size, blocks = padded(size) / LANES, block = 0, token = 0;
         float sums[blocks], most;
@@ -83,13 +83,13 @@ void sample_tokens(n_t bf16, n_t threads, n_t rows, n_t size, const void *logits
         }
         /* The first block whose cumulative sum exceeds the target, and in it the first such token. Sums of
          * blocks and of tokens round differently: if none exceeds it, the last one with any probability. */
-        double target = ((const double *)u)[row] * total;
+        double place = ((const double *)u)[row], target = place * total;
         for (n_t i = 0; i < blocks && below <= target; i++)
             if (sums[i] > 0) block = i, inside = below, below += sums[i];
         vec z = SCALED(block * LANES), p = probability(z - most);
         for (n_t i = 0; i < LANES && block * LANES + i < size && inside <= target; i++)
             if (p[i] > 0) token = block * LANES + i, inside += p[i];
-        if (temperature == 0)
+        if (place < 0)
             for (token = 0; token < size - 1 && SCALED(token / LANES * LANES)[token % LANES] != most;)
                 token++;
         ((n_t *)tokens)[row] = token;

@@ -271,7 +271,7 @@ def sample_and_store(
     logits, size, scale, noise, row, token, count, done, ends, ends_count, limit,
     tokens, logprobs, width, BLOCK: constexpr, BLOCKS: constexpr,
 ):  # fmt: skip
-    """``Engine._sample_and_store`` of n slots, not greedy. Slots that are done stay as they are. Grid: (n,)
+    """``Engine._sample_and_store`` of n slots. Slots that are done stay as they are. Grid: (n,)
 
     row, token, count and done [n] describe the slots; noise, tokens and logprobs [rows, width] have a row for
     each prompt; a response ends at one of ends [ends_count], and at limit.
@@ -301,10 +301,15 @@ def sample_and_store(
         weights = (sums * tl.exp(largest - most)).to(tl.float64)
         total = tl.sum(weights, 0)
         chosen = _first_beyond(weights, u * total, block, BLOCKS)
+        if u < 0:  # greedy
+            chosen = tl.min(tl.where(largest == most, block, BLOCKS), 0)
+            chosen = tl.minimum(chosen, BLOCKS - 1)  # of NaN, none is the largest
         column += chosen * BLOCK
         z = scale * tl.load(logits + column, column < size, MINUS_INF).to(tl.float32)
         below = u * total - tl.sum(tl.where(block < chosen, weights, 0.0), 0)
         drawn = _first_beyond(tl.exp(z - most).to(tl.float64), below, column, size)
+        if u < 0:
+            drawn = tl.minimum(tl.min(tl.where(z == most, column, size), 0), size - 1)
         logprob = tl.sum(tl.where(column == drawn, z, 0.0), 0) - most - tl.log(total.to(tl.float32))
         ended = drawn < 0
         for i in range(ends_count):
