@@ -6,7 +6,6 @@ numbers of fp16: rounding would give back the weight that the run started from.
 """
 
 import contextlib
-import io
 import json
 import math
 import shutil
@@ -22,7 +21,7 @@ from atomic_files import move, one_at_a_time, writing
 from errors import InputError
 from model.loading import quiet
 from model.lora import merged
-from model.weights import weights_hash
+from model.weights import all_finite, weights_hash
 
 # Those that not every tokenizer has.
 TOKENIZER_FILES = [
@@ -59,7 +58,7 @@ OLD_NAMES = {
 }
 COSINE = 0.999  # the least between an update and what rounding leaves of it
 NORM = 0.01  # the most by which rounding may change the norm of an update
-PIECE = 2**20  # numbers of a tensor that are compared at once
+PIECE = 2**16  # numbers of a tensor that are compared at once, in a processor's cache
 State = Mapping[str, Tensor]
 
 
@@ -205,11 +204,14 @@ def save_policy(
     weight is not finite in ``dtype`` (NaN, or beyond fp16's ±65504) or the disk cannot be written; then old
     files stay.
     """
-    data = io.BytesIO()  # if a disk is full, torch's own writer says only "unexpected pos"
-    torch.save(_rounded(state, dtype, model, path), data)
+    rounded = _rounded(state, dtype, model, path)
     with writing(path), _whole_files(path.with_suffix(""), path) as folder:
         _write_settings(folder, model, tokenizer, dtype=name_of(dtype))
-        (folder / path.name).write_bytes(data.getbuffer())
+        with open(folder / path.name, "wb") as file:
+            try:
+                torch.save(rounded, file)
+            except RuntimeError as error:  # torch's "unexpected pos", behind the error of a full disk
+                raise error.__context__ or error from None
 
 
 def save_directory(
@@ -301,8 +303,8 @@ def _rounded(
     rounded = {}
     for name, x in (whole_state(model) if state is None else state).items():
         rounded[name] = x.to(dtype) if x.is_floating_point() else x
-        if not rounded[name].isfinite().all():
-            remedy = "; write float32" if x.isfinite().all() else ""
+        if not all_finite(rounded[name]):
+            remedy = "; write float32" if all_finite(x) else ""
             raise InputError(
                 f"{path}: not written, {name} has values that are NaN or too large for {dtype}{remedy}"
             )

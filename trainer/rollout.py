@@ -76,7 +76,7 @@ class RolloutEngine:
     def respond(
         self, prompts: list[Prompt], keys: Tensor, temperature: float, greedy: Sequence[bool] = ()
     ) -> Batch:
-        """Prompts -> their responses, not scored. keys [B]: of ``noise_keys``; greedy: of ``Sampler.sample``."""
+        """Prompts -> their responses, not scored. keys [B]: of ``noise_keys``; greedy: as in ``sample``."""
         batch = self.sampler.sample(
             [prompt.prompt_ids for prompt in prompts],
             keys,

@@ -28,6 +28,7 @@ from model.loading import (
 )
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.saving import save_directory, save_policy
+from model.weights import all_finite
 from trainer.rewards.reward_models import load_reward_model
 
 KINDS = ["minimind2_dense", "minimind2_moe", "minimind3_dense", "minimind3_moe"]
@@ -183,6 +184,36 @@ def test_save_policy_refuses_what_fp16_cannot_hold(tmp_path):
         tiny.refused(says, save_directory, model, tiny_tokenizer(), tmp_path / "folder")
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_one_number_that_is_not_finite_is_found_wherever_it_stands(dtype):
+    for shape in ((), (1,), (3, 35)):
+        x = torch.ones(shape, dtype=dtype)
+        assert all_finite(x) and all_finite(-x)
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            for place in {0, x.numel() // 2, x.numel() - 1}:
+                spoiled = x.clone()
+                spoiled.view(-1)[place] = bad
+                assert not all_finite(spoiled)
+    assert all_finite(torch.zeros(0, dtype=dtype)) and all_finite(torch.arange(3))
+
+
+def test_a_disk_that_is_full_anywhere_in_a_pth_is_one_line(tmp_path):
+    resource = pytest.importorskip("resource", reason="Windows has no limit on the size of files")
+    path, model = tmp_path / "actor.pth", tiny_minimind()
+    save_policy(model, tiny_tokenizer(), path)
+    before = path.read_bytes()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in range(8_000, len(before), 5_000):  # its first files fit
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))
+            tiny.refused("File too large.*make room", save_policy, model, tiny_tokenizer(), path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        assert path.read_bytes() == before
+    save_policy(model, tiny_tokenizer(), path)
+    assert path.read_bytes() == before
 
 
 def test_lm_head_absent_when_tied_and_apart_when_not(tmp_path):

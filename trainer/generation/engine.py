@@ -96,10 +96,9 @@ class Sampler:
         """One response a prompt -> ``Batch`` with its first five fields, in the order of the prompts.
 
         prompt_ids: B non-empty lists; keys [B]: from ``noise_keys``; eos_ids: each of them ends a response;
-        greedy [B]: which rows get the likeliest tokens; temperature 0: all of them do, with log-probs at
-        temperature 1; never: of ``Forbidden``. When memory runs out, sampling starts again with
-        half the slots: the same tokens up to rounding. InputError if a single sequence does not fit, or if
-        the model gives NaN.
+        never: of ``Forbidden``; greedy [B]: whose tokens are the likeliest ones; temperature 0: all, at 1.
+        When memory runs out, sampling starts again with half the slots: the same tokens up to rounding.
+        InputError if a single sequence does not fit, or if the model gives NaN.
         """
         count = len(prompt_ids)
         width = max(map(len, prompt_ids)) + max_gen_len

@@ -32,7 +32,7 @@ from atomic_files import move, sync, writing
 from errors import InputError, first_line
 from model.loading import as_input_error
 from model.lora import learned, trained
-from model.weights import full_tensor
+from model.weights import all_finite, full_tensor
 from trainer.runs.base import Run
 from trainer.runs.optimizer_step import optimizer_state
 
@@ -54,7 +54,7 @@ def save(run: Run) -> None:
                 full_tensors = {}
                 for key, x in tensors.items():
                     x = full_tensor(x.detach())
-                    if not x.isfinite().all():
+                    if not all_finite(x):
                         raise InputError(
                             f"after step {run.progress.step} the {name} has weights that are not finite: not "
                             "saved; lower the learning rates"
