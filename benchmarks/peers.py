@@ -91,6 +91,10 @@ FILE = "peers_cpu.json"
 REAL_FILE = "peers_real.json"
 PHASES = ("rollout", "reward", "score", "update")  # of a step of this trainer
 PAGE = ROOT / "docs" / "performance.md"
+WORDS_OF = {
+    "README.md": {"head": "| peer |", "setting": "{dtype}, prompts of {prompt}, {answers}:", "comma": ", "},
+    "README_zh.md": {"head": "| 对比对象 |", "setting": "{dtype}，prompt {prompt} token，{answers}：", "comma": "，"},
+}
 
 
 def score(prompts, completions, answers=None, **more):
@@ -437,7 +441,7 @@ def prompt_ids(tokenizer, prompt):
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
 
 
-def write_sums(path, model, tokens, count=256):
+def write_sums(path, model, tokens, count=128):
     """Prompts of exactly so many tokens: a sum to work out, and before it as many solved ones as fit."""
     from transformers import AutoTokenizer
 
@@ -529,61 +533,144 @@ def result(case, batch, steps, shares=False):
             possible = [step["seconds"] * rate for step, rate in zip(taken, rates, strict=True)]
             parts = [step["operations"] / x for step, x in zip(ours, possible, strict=True)]
             found[f"{name}, of machine"] = spread(parts, 2)
+        found["peer mean length"] = round(statistics.mean(step["length"] for step in theirs), 1)
+    found["ours seconds"] = {
+        phase: round(statistics.median(step["phases"][phase] for step in ours), 2) for phase in PHASES
+    }
     print(table([row(found)]), flush=True)
     return found
 
 
 def row(found):
-    """A result as a row of the table."""
+    """A result as a row of a table."""
     memory = f"{found['ours GiB']} / {found['peer GiB']}"
     parts = [found.get(f"{name}, of machine", {}).get("median", "") for name in ("ours", "peer")]
-    return {
-        **{name: found[name] for name in ("peer", "CPU", "model", "dtype", "lengths", "mean length")},
+    real = "prompt" in found
+    setting = ("prompt", "answers") if real else ("lengths",)
+    length = f"{found['mean length']} / {found['peer mean length']}" if real else found["mean length"]
+    shown = {
+        **{name: found[name] for name in ("peer", "CPU", "model", "dtype", *setting)},
+        "mean length, ours / peer" if real else "mean length": length,
         "ours samples/s": found["ours samples/s"]["median"],
         "peer samples/s": found["peer samples/s"]["median"],
         "ratio": show(found["ratio"]),
         "of machine, ours / peer": " / ".join(map(str, parts)) if parts[0] else "",
         "GiB, ours / peer": memory,
     }
+    if real:
+        seconds = (str(found["ours seconds"][phase]) for phase in PHASES)
+        shown[f"seconds of ours: {', '.join(PHASES)}"] = ", ".join(seconds)
+    return shown
 
 
 def case_of(found):
-    return tuple(found[name] for name in ("peer", "model", "lengths", "dtype"))
+    setting = ("prompt", "answers") if "prompt" in found else ("lengths",)
+    return tuple(found[name] for name in ("peer", "model", *setting, "dtype"))
 
 
-def write_table():
-    """Put the table of the results between its marks."""
+# ------------------------------------------------------------------------------------------------ the pages
+
+
+def results_of(file):
+    return json.loads(read(RESULTS / file) or '{"results": []}')["results"]
+
+
+def results_tables():
+    """The tables of the results that are there: first of the real model, then of small ones."""
+    found = (table([row(found) for found in results_of(file)]) for file in (REAL_FILE, FILE))
+    return "\n\n".join(filter(None, found))
+
+
+def readme_rows(name):
+    """The rows of the real model in a README's table of peers: the first two settings of each method."""
+    words = WORDS_OF[name]
+    of_peer = {}
+    for found in results_of(REAL_FILE):
+        if (found["prompt"], found["answers"]) in ((55, "8x4"), (250, "4x8"), (55, "32x1"), (250, "32x1")):
+            of_peer.setdefault((found["peer"], found["model"]), []).append(found)
+    rows = []
+    for (peer, model), results in of_peer.items():
+        method, library = peer.removesuffix(".0").split(", ")
+        speeds = []
+        for found in results:
+            ours, theirs, ratio = (found[x]["median"] for x in ("ours samples/s", "peer samples/s", "ratio"))
+            setting = words["setting"].format(**found)
+            speeds.append(f"{setting} {ours} / {theirs} = **{ratio}**")
+        memory = max(results, key=lambda found: found["peer GiB"])
+        cells = f"{memory['ours GiB']} / {memory['peer GiB']} | |"
+        rows.append(f"| **{model}**: {library}{words['comma']}{method} | {'; '.join(speeds)} | {cells} |")
+    return rows
+
+
+def with_rows(name, page):
+    """A README with these rows at the head of its table of peers, in the place of older ones."""
+    lines = page.splitlines(keepends=True)
+    (head,) = (i for i, line in enumerate(lines) if line.startswith(WORDS_OF[name]["head"]))
+    first = last = head + 2
+    while lines[last].startswith("| **"):
+        last += 1
+    lines[first:last] = (line + "\n" for line in readme_rows(name))
+    return "".join(lines)
+
+
+def write_tables():
+    """Put the tables of the results into the pages."""
     place = re.compile("(?<=<!-- peers -->\n).*?(?=<!-- end of peers -->)", re.DOTALL)
-    PAGE.write_text(place.sub(results_table() + "\n", read(PAGE)), encoding="utf-8")
-
-
-def results_table():
-    return table([row(found) for found in json.loads(read(RESULTS / FILE))["results"]])
+    PAGE.write_text(place.sub(results_tables() + "\n", read(PAGE)), encoding="utf-8")
+    for name in WORDS_OF:
+        (ROOT / name).write_text(with_rows(name, read(ROOT / name)), encoding="utf-8")
 
 
 def main(argv):
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    p.add_argument("--python", default=sys.executable, help="the Python that has the peers' packages")
+    p.add_argument("--python", default=sys.executable, help="the Python that has the newest TRL")
+    p.add_argument("--ppo_python", default="", help="the Python that has TRL 1.12; without it, no PPO of TRL")
+    p.add_argument("--model", default="", help="a real model: its directory, or its name on the hub")
     p.add_argument("--minimind", default="", help="a checkout of MiniMind")
     p.add_argument("--only", nargs="*", default=[], help="cases with these words: GRPO 512x8 bfloat16 fixed")
-    p.add_argument("--table", action="store_true", help="write the table of the results that are there")
+    p.add_argument("--minutes", type=float, default=1e9, help="begin no case that may end later than this")
+    p.add_argument("--table", action="store_true", help="write the tables of the results that are there")
     p.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     if args.worker:
         name, request = args.worker
         return WORKERS[name](json.loads(request))
     if args.table:
-        return write_table()
-    cases = [partial(measure, args.python, *case) for case in CASES if set(args.only) <= set(case)]
+        return write_tables()
+    file = REAL_FILE if args.model else FILE
+    if args.model:
+        facts = {"commit": commit(), "command": command(args, argv)}
+        measure_case = partial(measure_real, args.python, args.ppo_python, args.model, facts)
+        possible = [case for case in REAL_CASES if args.ppo_python or case[0] != "PPO"]
+    else:
+        measure_case = partial(measure, args.python)
+        possible = CASES
+    cases = [partial(measure_case, *case) for case in possible if set(args.only) <= set(case)]
     if args.minimind and set(args.only) <= {"MiniMind"}:
         cases += [partial(measure_minimind, args.python, args.minimind, dtype) for dtype in DTYPES]
-    known = json.loads(read(RESULTS / FILE) or '{"results": []}')["results"]
-    results = {case_of(found): found for found in known}  # what is measured again takes its place
+    results = {case_of(found): found for found in results_of(file)}  # what is measured again takes its place
+    begun, longest = time.monotonic(), 0.0
     for case in cases:
+        start = time.monotonic()
+        if start - begun + longest > 60 * args.minutes:
+            break
         found = case()
+        longest = max(longest, time.monotonic() - start)
         results[case_of(found)] = found
-        write_results(FILE.removesuffix(".json"), {"results": list(results.values())})
+        write_results(file.removesuffix(".json"), {"results": list(results.values())})
     return None
+
+
+def commit():
+    """The commit of this checkout; "" outside of one."""
+    ask = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+
+
+def command(args, argv):
+    """The command without paths of this machine."""
+    names = {args.python: "ENV/bin/python", args.ppo_python: "PPO_ENV/bin/python", args.model: "MODEL"}
+    return " ".join(["python benchmarks/peers.py", *(names.get(word, word) for word in argv)])
 
 
 if __name__ == "__main__":
