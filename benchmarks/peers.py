@@ -1,22 +1,22 @@
 """Whole steps of other trainers and of this one, in turns: samples a second, memory, share of the machine.
 
     python benchmarks/peers.py --python ENV/bin/python --ppo_python PPO_ENV/bin/python --model MODEL
-                                                                   a real model beside TRL's GRPO, RLOO and PPO
-    python benchmarks/peers.py --python ENV/bin/python --model MODEL --only GRPO 250 4x8 float32      one case
+        a real model beside TRL's GRPO, RLOO and PPO; with --only GRPO 250 4x8 float32, this case alone
     python benchmarks/peers.py --python ENV/bin/python --minimind DIR
-                                                 small models beside TRL's GRPO and RLOO, and MiniMind's script
-    python benchmarks/peers.py --table           writes the tables of docs/performance.md and of the READMEs
+        small random models beside TRL's GRPO and RLOO, and MiniMind's train_ppo.py
+    python benchmarks/peers.py --table
+        writes the tables of docs/performance.md and of the READMEs
 
 ENV has requirements.txt and the newest TRL, which has no PPO any more; PPO_ENV has requirements-bench.txt.
 MODEL is a directory or a name of the hub (HuggingFaceTB/SmolLM2-135M-Instruct), DIR a checkout of MiniMind.
 Each trainer is a process of its own, and while one takes a step, the other waits. Both have the same policy,
 prompts, reward function, batch, longest answer, number type and number of optimizer steps, and rates so low
-that lengths stay the same. The first step is warm-up; of small models this trainer has one more, in which it
-takes the last of its memory.
+that lengths stay the same. The first step is warm-up. With small models this trainer has one more, in which
+it takes the last of its memory.
 
-- A real model: sums to work out, behind solved ones if need be, so that each prompt has exactly 55 or 250
-  tokens, the chat template's included; answers of at most 64 tokens, which end where the model ends them. "8x4":
-  8 prompts with 4 answers each. TRL's PPO has one answer a prompt, and so has ours beside it.
+- A real model's prompts are sums to work out, after solved ones if need be, so that each prompt has exactly
+  55 or 250 tokens, those of the chat template included. Its answers have at most 64 tokens, and end where the
+  model ends them. "8x4": 8 prompts, 4 answers each. TRL's PPO takes one answer a prompt; so does ours then.
 - Small models have random weights, and 16 prompts of 16 to 48 tokens with 8 answers each. "fixed": answers of
   64 tokens; "varying": 32 on average and 128 at most, each token an EOS with the same probability.
 - TRL is set up for speed on a CPU: no gradient checkpointing, transformers' ``generate`` (its continuous
@@ -26,9 +26,9 @@ takes the last of its memory.
   32 prompts of 30 to 50 tokens, answers of 64 tokens, its two PPO epochs with one minibatch each.
 
 "of machine": the operations that the task needs, divided by those that a large matrix product of the same
-number type could have done meanwhile. Needed are, for real tokens only: a forward to sample, one
-for the KL, if any, forward and backward of the update, and the same of PPO's critic. In each of them a prompt
-counts once for all its answers, and each trainer's operations are those of its own answers.
+number type could have done meanwhile. Needed are, for real tokens only: a forward to sample, one for the KL,
+if any, forward and backward of the update, and of PPO's critic a forward and an update. In each of them a
+prompt counts once for all its answers. Each trainer's operations are those of its own answers.
 """
 
 import argparse
@@ -92,13 +92,17 @@ REAL_FILE = "peers_real.json"
 PHASES = ("rollout", "reward", "score", "update")  # of a step of this trainer
 PAGE = ROOT / "docs" / "performance.md"
 WORDS_OF = {
-    "README.md": {"head": "| peer |", "setting": "{dtype}, prompts of {prompt}, {answers}:", "comma": ", "},
-    "README_zh.md": {"head": "| 对比对象 |", "setting": "{dtype}，prompt {prompt} token，{answers}：", "comma": "，"},
+    "README.md": {"head": "| peer |", "setting": "{kind}, prompts of {prompt}, {answers}:", "comma": ", "},
+    "README_zh.md": {
+        "head": "| 对比对象 |",
+        "setting": "{kind}，prompt {prompt} token，{answers}：",
+        "comma": "，",
+    },
 }
 
 
 def score(prompts, completions, answers=None, **more):
-    """The reward of this trainer and of TRL: the number of characters. TRL's answers to messages are messages."""
+    """The reward of this trainer and of TRL: the number of characters. TRL answers messages with messages."""
     return [float(len(text if isinstance(text, str) else text[0]["content"])) for text in completions]
 
 
@@ -594,7 +598,8 @@ def readme_rows(name):
         speeds = []
         for found in results:
             ours, theirs, ratio = (found[x]["median"] for x in ("ours samples/s", "peer samples/s", "ratio"))
-            setting = words["setting"].format(**found)
+            kind = {"float32": "fp32", "bfloat16": "bf16"}[found["dtype"]]
+            setting = words["setting"].format(kind=kind, **found)
             speeds.append(f"{setting} {ours} / {theirs} = **{ratio}**")
         memory = max(results, key=lambda found: found["peer GiB"])
         cells = f"{memory['ours GiB']} / {memory['peer GiB']} | |"
