@@ -92,11 +92,17 @@ REAL_FILE = "peers_real.json"
 PHASES = ("rollout", "reward", "score", "update")  # of a step of this trainer
 PAGE = ROOT / "docs" / "performance.md"
 WORDS_OF = {
-    "README.md": {"head": "| peer |", "setting": "{kind}, prompts of {prompt}, {answers}:", "comma": ", "},
+    "README.md": {
+        "head": "| peer |",
+        "setting": "{kind}, prompts of {prompt}, {answers}: ",
+        "comma": ", ",
+        "semicolon": "; ",
+    },
     "README_zh.md": {
         "head": "| 对比对象 |",
         "setting": "{kind}，prompt {prompt} token，{answers}：",
         "comma": "，",
+        "semicolon": "；",
     },
 }
 
@@ -600,10 +606,11 @@ def readme_rows(name):
             ours, theirs, ratio = (found[x]["median"] for x in ("ours samples/s", "peer samples/s", "ratio"))
             kind = {"float32": "fp32", "bfloat16": "bf16"}[found["dtype"]]
             setting = words["setting"].format(kind=kind, **found)
-            speeds.append(f"{setting} {ours} / {theirs} = **{ratio}**")
+            speeds.append(f"{setting}{ours} / {theirs} = **{ratio}**")
         memory = max(results, key=lambda found: found["peer GiB"])
         cells = f"{memory['ours GiB']} / {memory['peer GiB']} | |"
-        rows.append(f"| **{model}**: {library}{words['comma']}{method} | {'; '.join(speeds)} | {cells} |")
+        peer = f"**{model}**: {library}{words['comma']}{method}"
+        rows.append(f"| {peer} | {words['semicolon'].join(speeds)} | {cells} |")
     return rows
 
 
