@@ -75,11 +75,10 @@ REAL_CASES = [
         ("GRPO", "55", "8x8"),
         ("GRPO", "250", "8x8"),
     )
-    for dtype in DTYPES
+    for dtype in reversed(DTYPES)  # the faster one first
 ]
 LONGEST = {"fixed": 64, "varying": 128, "real": 64}  # varying: 32 on average
 STEPS = {"128x4": 7, "512x8": 2}
-REAL_STEPS = 1
 KL = {"GRPO": 0.0, "RLOO": 0.02, "PPO": 0.02}
 LOW_RATE = 1e-9
 ROWS = 32  # answers in a pass of TRL's update: as fast as 128, and less memory
@@ -92,7 +91,7 @@ FILE = "peers_cpu.json"
 REAL_FILE = "peers_real.json"
 PHASES = ("rollout", "reward", "score", "update")  # of a step of this trainer
 PAGE = ROOT / "docs" / "performance.md"
-WORDS_OF = {
+README_WORDS = {
     "README.md": {
         "head": "| peer |",
         "setting": "{kind}, prompts of {prompt}, {answers}: ",
@@ -429,8 +428,9 @@ def measure(python, method, size, lengths, dtype):
     return result(case, BATCH, steps, shares=True)
 
 
-def measure_real(python, ppo_python, model, facts, method, prompt, shape, dtype):
-    """This trainer and TRL with a real model -> a line of the results. facts: more of it."""
+def measure_real(python, ppo_python, model, steps, facts, method, prompt, shape, dtype):
+    """This trainer and TRL with a real model, this many steps each -> a line of the results. facts: more of
+    it."""
     count, answers = map(int, shape.split("x"))
     batch = count * answers
     ppo = method == "PPO"
@@ -439,13 +439,13 @@ def measure_real(python, ppo_python, model, facts, method, prompt, shape, dtype)
         ours, trl = requests_of(method, dtype, folder, LONGEST["real"], batch, answers, model)
         name, python = ("TRL's PPO", ppo_python) if ppo else ("TRL", python)
         with Worker(sys.executable, "ours", ours) as mine, Worker(python, name, trl) as theirs:
-            steps = take_turns(mine, theirs, getattr(torch, dtype), REAL_STEPS, warm_up=1)
-    read_by = {step["prompt"] for turn in steps for step in turn[:2]}
+            found = take_turns(mine, theirs, getattr(torch, dtype), steps, warm_up=1)
+    read_by = {step["prompt"] for turn in found for step in turn[:2]}
     if read_by != {int(prompt)}:
         raise RuntimeError(f"prompts of {prompt} tokens were read as {sorted(read_by)}")
-    peer = f"{method}, TRL {steps[0][1]['version']}"
+    peer = f"{method}, TRL {found[0][1]['version']}"
     case = {"peer": peer, "model": Path(model).name, "prompt": int(prompt), "answers": shape, "dtype": dtype}
-    return result(case | facts, batch, steps, shares=True)
+    return result(case | facts, batch, found, shares=True)
 
 
 def prompt_ids(tokenizer, prompt):
@@ -545,7 +545,7 @@ def result(case, batch, steps, shares=False):
     if shares:
         for name, taken in (("ours", ours), ("peer", theirs)):
             possible = [step["seconds"] * rate for step, rate in zip(taken, rates, strict=True)]
-            parts = [step["operations"] / x for step, x in zip(ours, possible, strict=True)]
+            parts = [step["operations"] / x for step, x in zip(taken, possible, strict=True)]
             found[f"{name}, of machine"] = spread(parts, 2)
         found["peer mean length"] = round(statistics.mean(step["length"] for step in theirs), 1)
     found["ours seconds"] = {
@@ -597,7 +597,7 @@ def results_tables():
 
 def readme_rows(name):
     """The rows of the real model in a README's table of peers: the first two settings of each method."""
-    words = WORDS_OF[name]
+    words = README_WORDS[name]
     of_peer = {}
     for found in results_of(REAL_FILE):
         if (found["prompt"], found["answers"]) in ((55, "8x4"), (250, "4x8"), (55, "32x1"), (250, "32x1")):
@@ -621,7 +621,7 @@ def readme_rows(name):
 def with_rows(name, page):
     """A README with these rows at the head of its table of peers, in the place of older ones."""
     lines = page.splitlines(keepends=True)
-    (head,) = (i for i, line in enumerate(lines) if line.startswith(WORDS_OF[name]["head"]))
+    (head,) = (i for i, line in enumerate(lines) if line.startswith(README_WORDS[name]["head"]))
     first = last = head + 2
     while lines[last].startswith("| **"):
         last += 1
@@ -633,7 +633,7 @@ def write_tables():
     """Put the tables of the results into the pages."""
     place = re.compile("(?<=<!-- peers -->\n).*?(?=<!-- end of peers -->)", re.DOTALL)
     PAGE.write_text(place.sub(results_tables() + "\n", read(PAGE)), encoding="utf-8")
-    for name in WORDS_OF:
+    for name in README_WORDS:
         (ROOT / name).write_text(with_rows(name, read(ROOT / name)), encoding="utf-8")
 
 
@@ -644,6 +644,7 @@ def main(argv):
     p.add_argument("--model", default="", help="a real model: its directory, or its name on the hub")
     p.add_argument("--minimind", default="", help="a checkout of MiniMind")
     p.add_argument("--only", nargs="*", default=[], help="cases with these words: GRPO 512x8 bfloat16 fixed")
+    p.add_argument("--steps", type=int, default=1, help="of the real model in each case, after the warm-up")
     p.add_argument("--minutes", type=float, default=1e9, help="begin no case that may end later than this")
     p.add_argument("--table", action="store_true", help="write the tables of the results that are there")
     p.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
@@ -656,7 +657,7 @@ def main(argv):
     file = REAL_FILE if args.model else FILE
     if args.model:
         facts = {"commit": commit(), "command": command(args, argv)}
-        measure_case = partial(measure_real, args.python, args.ppo_python, args.model, facts)
+        measure_case = partial(measure_real, args.python, args.ppo_python, args.model, args.steps, facts)
         possible = [case for case in REAL_CASES if args.ppo_python or case[0] != "PPO"]
     else:
         measure_case = partial(measure, args.python)

@@ -91,7 +91,7 @@ def test_a_real_model_is_measured(benchmark, monkeypatch, method, shape):
     monkeypatch.setattr(peers, "write_sums", partial(peers.write_sums, count=8))
     monkeypatch.setitem(peers.LONGEST, "real", 8)
     model = str(ROOT / "model/demo/policy")
-    found = peers.measure_real("new", "old", model, {"commit": "c"}, method, "60", shape, "float32")
+    found = peers.measure_real("new", "old", model, 1, {"commit": "c"}, method, "60", shape, "float32")
     assert (found["prompt"], found["answers"], found["model"], found["commit"]) == (60, shape, "policy", "c")
     assert found["peer"] == f"{method}, TRL 1.16.0"
     assert 1 <= found["mean length"] <= 8
@@ -100,7 +100,7 @@ def test_a_real_model_is_measured(benchmark, monkeypatch, method, shape):
     assert ("critic_learning_rate" in asked["ours"]) == (method != "PPO")  # None: there is no critic
     monkeypatch.setattr(Both, "step", lambda worker: worker_step(worker) | {"version": "", "prompt": 59})
     with pytest.raises(RuntimeError, match=r"prompts of 60 tokens were read as \[59\]"):
-        peers.measure_real("new", "old", model, {}, method, "60", shape, "float32")
+        peers.measure_real("new", "old", model, 1, {}, method, "60", shape, "float32")
 
 
 def test_generation_beside_generate_and_other_peers(benchmark, monkeypatch):
@@ -241,7 +241,7 @@ def test_cases_of_the_real_model_are_measured_by_worth_and_kept(benchmark, monke
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     clock, asked = [0.0], []
 
-    def measure_real(python, ppo_python, model, facts, *case):
+    def measure_real(python, ppo_python, model, steps, facts, *case):
         asked.append(case)
         clock[0] += 60
         return measured(peers, *case, facts=facts)
@@ -498,7 +498,7 @@ def test_pages_have_the_tables_of_their_results(benchmark):
     assert all(math.isfinite(report.figure(r)) for r in runs)
     peers = benchmark("peers")
     assert f"<!-- peers -->\n{peers.results_tables()}\n<!-- end" in pages["performance"]
-    for name in peers.WORDS_OF:
+    for name in peers.README_WORDS:
         text = (ROOT / name).read_text(encoding="utf-8")
         assert peers.with_rows(name, text) == text
     assert plan.table(plan.fewest()) in pages["scale"]
