@@ -187,9 +187,17 @@ def test_sums_have_exactly_so_many_tokens(benchmark, tmp_path, tokens):
 
 
 def measured(peers, method="GRPO", prompt="55", shape="8x4", dtype="float32", facts=()):
-    """A result of ``measure_real``, with the seconds of two steps."""
+    """A result of ``measure_real``: the peer takes four times as long for twice the operations."""
     ours, theirs = (
-        [{"seconds": x, "GiB": x, "length": x, "operations": 3e12, "phases": dict.fromkeys(peers.PHASES, x)}]
+        [
+            {
+                "seconds": x,
+                "GiB": x,
+                "length": x,
+                "operations": 1.5e12 * x**0.5,
+                "phases": dict.fromkeys(peers.PHASES, x),
+            }
+        ]
         for x in (4.0, 16.0)
     )
     steps = [*zip(ours, theirs, [1e12], strict=True)]
@@ -228,7 +236,7 @@ def test_the_real_model_stands_first_on_each_page(benchmark, monkeypatch, tmp_pa
         real, other = page.read_text().split("\n\n")
         assert real.startswith("a\n<!-- peers -->\n| peer | CPU | model | dtype | prompt | answers |")
         assert (
-            "| 55 | 8x8 | 4.0 / 16.0 | 8.0 | 2.0 | 4.0 | 0.75 / 0.19 | 4.0 / 16.0 | 4.0, 4.0, 4.0, 4.0 |"
+            "| 55 | 8x8 | 4.0 / 16.0 | 8.0 | 2.0 | 4.0 | 0.75 / 0.38 | 4.0 / 16.0 | 4.0, 4.0, 4.0, 4.0 |"
             in real
         )
         assert other.startswith("| peer | CPU | model | dtype | lengths | mean length |")
