@@ -94,13 +94,13 @@ PAGE = ROOT / "docs" / "performance.md"
 README_WORDS = {
     "README.md": {
         "head": "| peer |",
-        "setting": "{kind}, prompts of {prompt}, {answers}: ",
+        "setting": "{kind}, prompts of {prompt} tokens, {answers} answers: ",
         "comma": ", ",
         "semicolon": "; ",
     },
     "README_zh.md": {
         "head": "| 对比对象 |",
-        "setting": "{kind}，prompt {prompt} token，{answers}：",
+        "setting": "{kind}，prompt {prompt} token，{answers} 个回答：",
         "comma": "，",
         "semicolon": "；",
     },
@@ -613,7 +613,7 @@ def readme_rows(name):
             speeds.append(f"{setting}{ours} / {theirs} = **{ratio}**")
         memory = max(results, key=lambda found: found["peer GiB"])
         cells = f"{memory['ours GiB']} / {memory['peer GiB']} | |"
-        peer = f"**{model}**: {library}{words['comma']}{method}"
+        peer = f"**{model}** ({results[0]['CPU']}): {library}{words['comma']}{method}"
         rows.append(f"| {peer} | {words['semicolon'].join(speeds)} | {cells} |")
     return rows
 
@@ -663,7 +663,7 @@ def main(argv):
         measure_case = partial(measure, args.python)
         possible = CASES
     cases = [partial(measure_case, *case) for case in possible if set(args.only) <= set(case)]
-    if args.minimind and set(args.only) <= {"MiniMind"}:
+    if args.minimind and not args.model and set(args.only) <= {"MiniMind"}:
         cases += [partial(measure_minimind, args.python, args.minimind, dtype) for dtype in DTYPES]
     results = {case_of(found): found for found in results_of(file)}  # what is measured again takes its place
     begun, longest = time.monotonic(), 0.0

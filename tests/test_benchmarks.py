@@ -224,15 +224,16 @@ def test_the_real_model_stands_first_on_each_page(benchmark, monkeypatch, tmp_pa
     for _ in range(2):  # the second time they are replaced
         peers.write_tables()
         rows = (tmp_path / "README.md").read_text().splitlines()
+        cpu = results[0]["CPU"]
         assert rows[3] == (
-            "| **M**: TRL 1.16, GRPO | fp32, prompts of 55, 8x4: 8.0 / 2.0 = **4.0**; "
-            "bf16, prompts of 55, 8x4: 8.0 / 2.0 = **4.0** | 4.0 / 16.0 | | |"
+            f"| **M** ({cpu}): TRL 1.16, GRPO | "
+            "fp32, prompts of 55 tokens, 8x4 answers: 8.0 / 2.0 = **4.0**; "
+            "bf16, prompts of 55 tokens, 8x4 answers: 8.0 / 2.0 = **4.0** | 4.0 / 16.0 | | |"
         )
-        assert rows[4].startswith("| **M**: TRL 1.16, RLOO | ")
+        assert rows[4].startswith(f"| **M** ({cpu}): TRL 1.16, RLOO | ")
         assert rows[5:] == ["| small | 1 |", "", "| **other** |"]
-        assert "| **M**: TRL 1.16，GRPO | fp32，prompt 55 token，8x4：8.0 /" in (
-            tmp_path / "README_zh.md"
-        ).read_text(encoding="utf-8")
+        chinese = (tmp_path / "README_zh.md").read_text(encoding="utf-8")
+        assert f"| **M** ({cpu}): TRL 1.16，GRPO | fp32，prompt 55 token，8x4 个回答：8.0 / 2.0" in chinese
         real, other = page.read_text().split("\n\n")
         assert real.startswith("a\n<!-- peers -->\n| peer | CPU | model | dtype | prompt | answers |")
         assert (
@@ -259,8 +260,8 @@ def test_cases_of_the_real_model_are_measured_by_worth_and_kept(benchmark, monke
     peers.main(["--python", "/my/python", "--model", "/my/M", "--minutes", "3.5"])
     assert asked == peers.REAL_CASES[:3]
     asked.clear()
-    peers.main(["--model", "/my/M", "--only", "250", "8x4"])  # no PPO: there is no Python for it
-    assert {case[0] for case in asked} == {"GRPO", "RLOO"} and len(asked) == 4
+    peers.main(["--model", "/my/M", "--only", "55", "float32"])  # no PPO: there is no Python for it
+    assert {case[0] for case in asked} == {"GRPO", "RLOO"} and len(asked) == 5
     found = json.loads((tmp_path / "peers_real.json").read_text())
     assert found["machine"]["torch"] == torch.__version__
     first, *_ = found["results"]
