@@ -40,8 +40,7 @@ from dataset.formats import (
     to_messages,
     whole_answer,
 )
-from errors import InputError
-from model.loading import as_input_error
+from errors import InputError, as_input_error
 
 # A system message comes first; each user turn is put into the template; each answer ends with EOS.
 BARE_TURNS = (

@@ -1,4 +1,4 @@
-"""Datasets: prompts for PPO, demonstrations for stage 1, pairs or ratings for stage 2, logged answers.
+"""Datasets and the order of their records: prompts for PPO, demonstrations, pairs, ratings, logged answers.
 
 Prompts and other records that are too long are dropped here, and never cut. Too long is more than
 ``max_length`` tokens (``--max_seq_len``); for PPO that counts the prompt alone, chat template included. Files
@@ -15,10 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dataset.answers import Answer, comparable, is_formula
@@ -472,3 +474,41 @@ class LoggedPairs(LoggedRecords[tuple[LoggedAnswer, LoggedAnswer]]):
 
     def item(self, i: int, record: Record) -> tuple[LoggedAnswer, LoggedAnswer]:
         return self.answer(i, record, 0), self.answer(i, record, 1)
+
+
+# ---------------------------------------------------------------- the order of records
+#
+# It depends on the seed, the epoch and the size of the global batch only, not on the number of processes. So
+# a resumed run goes on in the order of the run that was stopped.
+
+
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of range(n) as an array; it depends on the arguments only.
+
+    Ten million numbers take half a second and 40 MB. numpy has promised not to change RandomState's stream
+    (NEP 19), so a run that is resumed with another numpy continues in the same order.
+    """
+    order = np.arange(n, dtype=np.uint32)
+    np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, epoch]).shuffle(order)
+    return order
+
+
+# Of prompts and demonstrations; a batch may reach into the next epoch.
+epoch_order = lru_cache(maxsize=4)(permutation)
+
+
+def global_batch(n: int, seed: int, step: int, size: int) -> list[int]:
+    """Dataset indices of global batch ``step``: ``size`` entries of the endless stream of epochs."""
+    places = (divmod(position, n) for position in range(step * size, (step + 1) * size))
+    return [int(epoch_order(n, seed, epoch)[i]) for epoch, i in places]
+
+
+def local_positions(batch_size: int, rank: int, world: int, group_size: int) -> list[int]:
+    """The positions in the global batch that this process holds, in the order of its local rows: every
+    ``world``-th prompt, with all its responses (completions) one after the other.
+
+    Position p is response p % group_size to prompt p // group_size of the global batch. ``batch_size``, in
+    responses, is per process.
+    """
+    prompts = range(rank, batch_size // group_size * world, world)
+    return [prompt * group_size + sample for prompt in prompts for sample in range(group_size)]

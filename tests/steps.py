@@ -4,7 +4,7 @@ from functools import partial
 
 from benchmarks.one_step import take_step  # noqa: F401  (for tests, which import it from here)
 from trainer import advantages, train_ppo
-from trainer.rollout import Seconds
+from trainer.runs.metrics import Seconds
 
 
 def collected(run, step, records):

@@ -10,7 +10,7 @@ from errors import InputError
 from model.loading import load_policy
 from trainer import train_ppo
 from trainer.options.ema import Ema
-from trainer.runs.base import Learner
+from trainer.runs.optimizer_step import Learner
 
 
 def average_of(values, beta=0.5, first_batch=0):

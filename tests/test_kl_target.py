@@ -8,8 +8,8 @@ import torch
 from test_invariants import make_run
 
 from trainer.options.kl_target import KlTarget
-from trainer.runs.base import Learner
 from trainer.runs.health import History, remedy_of
+from trainer.runs.optimizer_step import Learner
 
 
 def controller(target=2.0, horizon=40, responses=4, coef=0.1, every=1):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from trainer import advantages as adv
-from trainer import losses
+from trainer import losses, step_metrics
 from trainer.compute.batch import Batch, length_mask
 from trainer.options.filter_groups import rows_of_equal_groups
-from trainer.runs.base import Learner
+from trainer.runs.optimizer_step import Learner
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 CLIP = (0.2, 0.2)
@@ -312,7 +312,7 @@ def test_effective_sample_size_by_hand():
     def of(*weights):
         sampler = torch.tensor([[-0.5, -1.0, -2.0, -4.0]])
         logprobs = sampler + torch.tensor([weights], dtype=torch.float64).log().float()
-        return losses.effective_sample_size(logprobs, sampler, mask, alone)
+        return step_metrics.effective_sample_size(logprobs, sampler, mask, alone)
 
     assert of(1.5, 0.5, 8.0, math.nan) == pytest.approx(100 / 199.5)
     assert of(1.0, 1.0, 1.0, 9.0) == pytest.approx(1)
@@ -321,7 +321,7 @@ def test_effective_sample_size_by_hand():
     assert math.isnan(of(math.inf, 1.0, 1.0, 9.0))
     other = adv.moments(torch.tensor([[8.0]]), torch.tensor([[True]]))  # what another process has
     mine, there = torch.tensor([[1.5, 0.5]]).log(), torch.ones(1, 2, dtype=torch.bool)
-    both = losses.effective_sample_size(mine, torch.zeros(1, 2), there, lambda x: x + other)
+    both = step_metrics.effective_sample_size(mine, torch.zeros(1, 2), there, lambda x: x + other)
     assert both == pytest.approx(100 / 199.5)
 
 
@@ -404,12 +404,12 @@ def test_what_a_critic_explains_by_hand():
     outcome = torch.tensor([[-1.0, math.nan], [1.0, 0.0]])
 
     def explained(values):
-        return adv.explained_variance(outcome, values, mask, alone)
+        return step_metrics.explained_variance(outcome, values, mask, alone)
 
     values = [-outcome, outcome / 2, outcome - 1, torch.tensor([[1.0, 7.0], [1.0, -2.0]])]
     assert [explained(x) for x in values] == pytest.approx([-3, 0.75, 1, -3])
     equal = torch.full((2, 2), 0.3)  # there is nothing to explain
-    assert math.isnan(adv.explained_variance(equal, equal + 0.01, mask, alone))
+    assert math.isnan(step_metrics.explained_variance(equal, equal + 0.01, mask, alone))
 
 
 def test_learning_rates_by_hand():

@@ -8,12 +8,13 @@ import torch
 from test_invariants import ALONE
 from tiny import tiny_llama
 
-from dataset.data_order import epoch_order, local_positions, minibatch_order
+from dataset.lm_dataset import epoch_order, local_positions
 from trainer.compute.batch import Batch
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.options.replay import FIELDS, Replay
 from trainer.runs.distributed import World
+from trainer.train_ppo import minibatch_order
 
 CPU = torch.device("cpu")
 

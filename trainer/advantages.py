@@ -14,16 +14,20 @@ where the values are worse than that mean alone, they become the closest line th
 """
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from model.critic import CriticModel
 from trainer.compute.batch import Batch
-from trainer.compute.batching import in_fp64
+from trainer.compute.batching import in_fp64, send
+from trainer.generation.stops import decode
 from trainer.runs.base import SavedAttributes
 
 Sum = Callable[[Tensor], Tensor]  # a tensor -> the sum of every process' tensor
@@ -62,6 +66,50 @@ def token_rewards(
     return rewards
 
 
+def step_rewards(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
+    """-> [B, R] fp32 on the batch's device: the sum of the steps that end with each token; None without a
+    reward function. ``RawScores.steps``: of each response [(character offset, score)]."""
+    steps = batch.raw.steps
+    if not steps:
+        return None
+    rewards = torch.zeros(batch.sampler_logprobs.shape)
+    for row, (pairs, text, ids) in enumerate(zip(steps, batch.texts, batch.responses(), strict=True)):
+        places = token_places([offset for offset, _ in pairs], text, ids, tokenizer)
+        for place, (_, score) in zip(places, pairs, strict=True):
+            rewards[row, place] += score
+    return send(rewards, batch.tokens.device)
+
+
+def token_places(
+    offsets: Sequence[int], text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """Character offsets in the text of a response -> the places of their tokens. The token of a character is
+    the first after which the decoded text reaches and includes it, even where it is gone again while the
+    next character is incomplete (byte fallback). The end of the text, or a character that only the whole
+    decodes to: the last token."""
+
+    @cache
+    def decoded(count):
+        return decode(tokenizer, ids[:count])
+
+    def place(offset):
+        if offset >= len(text):
+            return len(ids) - 1
+        wanted = text[: offset + 1]
+        found = bisect_left(
+            range(1, len(ids)), True, key=lambda count: decoded(count)[: offset + 1] == wanted
+        )
+        # An incomplete character is as long as its bytes, or longer.
+        for count in range(found, 0, -1):
+            if len(decoded(count)) <= offset:
+                break
+            if decoded(count)[: offset + 1] == wanted:
+                found = count - 1
+        return found
+
+    return [place(offset) for offset in offsets]
+
+
 def discounted_sums(x: Tensor, decay: float) -> Tensor:
     """S_t = x_t + decay S_{t+1} for x [B, R] with 0 on padding. From sums of n columns those of 2n: log2(R)
     operations instead of R, each of which a GPU would have to start."""
@@ -93,7 +141,7 @@ def response_rewards(rewards: Tensor, mask: Tensor, group_size: int) -> tuple[Te
     prompt; how many of them are scored, [B / group_size, 1]). A response without a score gets the mean of the
     prompt's others.
 
-    The answers to a prompt are rows that follow one another (``local_positions`` in dataset/data_order.py).
+    The answers to a prompt are rows that follow one another (``local_positions`` in dataset/lm_dataset.py).
     """
     total = torch.where(mask, rewards, 0.0).sum(1).view(-1, group_size)
     return with_mean(total, mask.any(1).view(-1, group_size))
@@ -206,15 +254,6 @@ def regression(x: Tensor, y: Tensor, mask: Tensor, sum_over_processes: Sum) -> t
         covariance = (sum_over_processes(total) / x_total[2]).item()
         slope = max(covariance / x_std**2, 0.0)
     return slope, y_mean - slope * x_mean
-
-
-def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_processes: Sum) -> float:
-    """1 - Var(returns - values) / Var(returns) over the response tokens of the whole batch; NaN where all
-    returns are equal. returns: discounted sums of rewards; GAE's with lambda below 1 contain the values
-    themselves: with them even noise would seem to explain something."""
-    _, error_std = mean_std(sum_over_processes(moments(returns - values, mask)))
-    _, return_std = mean_std(sum_over_processes(moments(returns, mask)))
-    return 1 - (error_std / return_std) ** 2 if return_std else math.nan
 
 
 def scores_differ(batch: Batch, sum_over_processes: Sum) -> bool:

@@ -38,9 +38,8 @@ from dataset.formats import (
 )
 from dataset.lm_dataset import LoggedAnswers, RecordDataset, RLAIFDataset
 from dataset.record_files import located, open_records
-from errors import InputError
+from errors import InputError, as_input_error
 from model.loading import (
-    as_input_error,
     check_output_head,
     check_tokenizer,
     embeddings,

@@ -29,8 +29,7 @@ from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import ShardGroup, shard
 from trainer.generation.stops import Endings
 from trainer.rewards.reward_models import ClassifierRewardModel, RewardModel, RewardModels
-from trainer.runs.base import Learner
-from trainer.runs.optimizer_step import make_optimizer
+from trainer.runs.optimizer_step import Learner, make_optimizer
 
 CHECK_SAMPLER = 20  # steps between two comparisons of the sampler's log-probs, where nothing else needs them
 

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import learned_pieces
-from dataset.data_order import local_positions
-from dataset.lm_dataset import LoggedAnswers, LoggedPairs, RLAIFDataset
+from dataset.lm_dataset import LoggedAnswers, LoggedPairs, RLAIFDataset, local_positions
 from errors import InputError
 from model.loading import embeddings, is_moe, load_policy
 from model.lora import describe as describe_adapters
@@ -77,10 +76,10 @@ from trainer.rewards.reward_function import (
 from trainer.rewards.reward_models import models_hash
 from trainer.rollout import RolloutEngine, with_sampled_space
 from trainer.runs import displays
-from trainer.runs.base import Progress, Run, Say
+from trainer.runs.base import Run, Say
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
-from trainer.runs.optimizer_step import Updater
+from trainer.runs.optimizer_step import Progress, Updater
 from trainer.runs.resume import check_resume
 
 AVERAGE = "ema.pth"  # in the run folder, of --ema_beta

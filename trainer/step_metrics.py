@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from model.critic import CriticModel
-from trainer.advantages import centred, explained_variance
+from trainer.advantages import Sum, centred, mean_std, moments
 from trainer.compute.batch import Batch
-from trainer.losses import effective_sample_size, kl_estimators, masked_sum
+from trainer.compute.batching import in_fp64
+from trainer.losses import kl_estimators, masked_sum
 from trainer.options.filter_groups import rows_of_equal_groups
 from trainer.rewards.combine import Reward
 from trainer.rewards.rules import repetition
@@ -52,6 +53,25 @@ def batch_metrics(
     if args.kl_target:
         metrics.add("kl/coef", kl_coef)
     return metrics
+
+
+def effective_sample_size(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sum_over_processes: Sum
+) -> float:
+    """(sum w)^2 / (n sum w^2) of w = pi_old / pi_sampler, without a cap, over the n response tokens of the
+    whole batch: 1 where sampler and scorer agree, 1/n where a single token has nearly all the weight. NaN
+    where a w is too large for fp64."""
+    total = sum_over_processes(moments(in_fp64(old_logprobs - sampler_logprobs).exp(), mask))
+    return (total[0].square() / (total[1] * total[2])).item()
+
+
+def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_processes: Sum) -> float:
+    """1 - Var(returns - values) / Var(returns) over the response tokens of the whole batch; NaN where all
+    returns are equal. returns: discounted sums of rewards; GAE's with lambda below 1 contain the values
+    themselves: with them even noise would seem to explain something."""
+    _, error_std = mean_std(sum_over_processes(moments(returns - values, mask)))
+    _, return_std = mean_std(sum_over_processes(moments(returns, mask)))
+    return 1 - (error_std / return_std) ** 2 if return_std else math.nan
 
 
 def step_metrics(

@@ -35,11 +35,11 @@ from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.scoring import prepare_training
 from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, describe_texts, load_trained_tokenizer
-from trainer.runs.base import Learner, Progress, Run
+from trainer.runs.base import Run
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
-from trainer.runs.optimizer_step import Updater, make_optimizer
+from trainer.runs.optimizer_step import Learner, Progress, Updater, make_optimizer
 from trainer.runs.resume import check_resume
 from trainer.session import Session
 

@@ -235,29 +235,31 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     set_up_threads()  # OpenMP reads the environment when torch is imported
     run_script(flag_parser().parse_args)  # ``main`` parses them again
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from dataset.data_order import minibatch_order, minibatch_rows
+from dataset.lm_dataset import permutation
 from progress_bar import phase
 from trainer import advantages, losses
 from trainer.compute.batch import Batch
 from trainer.compute.batching import send
 from trainer.compute.scoring import score_all
 from trainer.flags import Flags
+from trainer.generation.sampling import noise_keys
 from trainer.inputs import complete_flags
 from trainer.models import Models
 from trainer.options.filter_groups import sample_again
 from trainer.options.offline import logged_batch
 from trainer.options.option import Option
-from trainer.rollout import Seconds, noise_of_step, step_rewards
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
-from trainer.runs.metrics import Loss, Metrics
+from trainer.runs.metrics import Loss, Metrics, Seconds
 from trainer.runs.optimizer_step import GradientSource, Step, Updater
 from trainer.session import open_session
 from trainer.step_metrics import batch_metrics, rows_of_step, step_metrics
@@ -280,7 +282,8 @@ def sample(run: PpoRun, step: int, records: list) -> Batch:
     if args.offline_data_path:
         return logged_batch(records, run.world.device)
     prompts = [prompt for prompt in records for _ in range(args.num_generations)]
-    noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
+    prompt, answer = np.divmod(run.positions, args.num_generations)  # [B] their places in the global batch
+    noise = noise_keys(args.seed, step, prompt, answer)
     with run.world.all_or_none(), run.engine.weights_of(run.models.old_actor):
         return run.engine.respond(prompts, noise, args.temperature)
 
@@ -308,7 +311,7 @@ def score(run: PpoRun, step: int, batch: Batch, seconds: Seconds) -> Batch:
     # Normalised, clipped, weighed and summed. Once a batch: the statistics of --normalize_reward take it in.
     batch.parts = run.reward.combine(batch.raw, run.world)
     batch.scores = send(batch.parts["score"], batch.tokens.device)
-    batch.step_rewards = step_rewards(batch, run.tokenizer)  # None without --reward_fn
+    batch.step_rewards = advantages.step_rewards(batch, run.tokenizer)  # None without --reward_fn
     return batch
 
 
@@ -519,6 +522,50 @@ def take_step(
         metrics.add(f"{group}/grad_norm", step.norm)
     metrics.add(f"{group}/learning_rate", updater.learners[name].learning_rate(number))
     return step
+
+
+def minibatch_rows(batch_size: int, mini_batch_size: int, group_size: int) -> list[list[int]]:
+    """[the local rows of each minibatch of a batch]. Over all processes a minibatch is the same set of
+    positions, whatever their number is.
+
+    The responses to a prompt go into as many minibatches as can be: with a critic, four responses in one
+    minibatch ended at 0.80 on the demo, in four minibatches at 0.95 (docs/log.md). Both ``group_size`` and
+    ``mini_batch_size`` must divide ``batch_size``.
+    """
+    spread = math.gcd(batch_size // mini_batch_size, group_size)
+    rows = mini_batch_size * spread  # of the prompts that share their minibatches
+    return [
+        [row for row in range(first, first + rows) if row % group_size % spread == part]
+        for first in range(0, batch_size, rows)
+        for part in range(spread)
+    ]
+
+
+def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -> list[int]:
+    """What step ``step`` learns from: numbers of minibatches, ``count`` * ``epochs`` of them.
+
+    The step's own batch and up to ``older`` ones before it have ``count`` minibatches each, the oldest
+    batch's first. A batch's minibatches are in an order of their own, for each PPO epoch another. Each step
+    that has the batch takes the next few of them, so none is used twice more often than another.
+    """
+    total = count * epochs
+
+    def share(born: int, now: int) -> int:
+        """How many of a batch's minibatches a step takes; over all batches ``total``."""
+        age = now - born
+        batches = min(now, older) + 1
+        return -(-(age + 1) * total // batches) + (-age * total // batches)
+
+    places = []
+    oldest = max(0, step - older)
+    for born in range(oldest, step + 1):
+        first = sum(share(born, now) for now in range(born, step))
+        mine = share(born, step)
+        for number in range(first, first + mine):
+            epoch, place = divmod(number, count)
+            minibatch = int(permutation(count, seed, born * epochs + epoch)[place])
+            places.append(((number - first + 0.5) / mine, (born - oldest) * count + minibatch))
+    return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
 
 
 def cut_into_minibatches(args: Namespace, step: int, batch: Batch, world: World) -> list[Minibatch]:

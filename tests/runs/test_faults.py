@@ -16,7 +16,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.compute.memory import attempt, each_micro_batch
 from trainer.runs.optimizer_step import Updater
-from trainer.runs.signals import StopRequest
+from trainer.session import StopRequest
 
 RUN = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 4, "epochs": 9, "device": "cpu"}
 RUN |= {"critic_warmup_steps": 1, "run_name": "r", "log_interval": 1000, "save_interval": 100}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.compute.batch import Batch
 from trainer.options.option import Option
-from trainer.runs.base import Learner
+from trainer.runs.optimizer_step import Learner
 
 
 class Ema(Option):

@@ -10,14 +10,17 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer.compute.batch import Batch, RawScores, join_batches
+from trainer.generation.sampling import noise_keys
 from trainer.rewards.combine import OF_LENGTH, Reward
-from trainer.rollout import RolloutEngine, Seconds, noise_of_step
+from trainer.rollout import RolloutEngine
 from trainer.runs.distributed import World
+from trainer.runs.metrics import Seconds
 
 
 def rows_of_equal_groups(scores: Tensor, group_size: int) -> list[int]:
@@ -59,7 +62,8 @@ def sample_again(
             rows = rows_of_equal_groups(scores_to_compare(reward, batch.raw), args.num_generations)
             if not rows:
                 break
-            keys = noise_of_step(args, step, [positions[row] for row in rows], times)
+            prompt, answer = np.divmod([positions[row] for row in rows], args.num_generations)
+            keys = noise_keys(args.seed, step, prompt, answer + times * args.num_generations)
             with seconds.of("rollout"):
                 new = engine.respond([batch.prompts[row] for row in rows], keys, args.temperature)
             with seconds.of("reward"):

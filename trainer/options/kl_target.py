@@ -16,7 +16,8 @@ from trainer.advantages import Sum
 from trainer.compute.batch import Batch
 from trainer.compute.batching import in_fp64
 from trainer.options.option import Option
-from trainer.runs.base import Learner, SavedAttributes
+from trainer.runs.base import SavedAttributes
+from trainer.runs.optimizer_step import Learner
 
 LARGEST_ERROR = 0.2
 HORIZON = 4  # batches, where --kl_horizon is not given

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
-from dataset.data_order import global_batch
-from dataset.lm_dataset import Prompt
+from dataset.lm_dataset import Prompt, global_batch
 from trainer.compute.batch import Batch, RawScores
 from trainer.generation.sampling import noise_keys
 from trainer.rewards.combine import Reward, RunningStats

@@ -1,6 +1,6 @@
 """Replay: the last ``--replay_batches`` batches are learned from again, beside the new one.
 
-A step takes as many optimizer steps as without (``minibatch_order`` in dataset/data_order.py). Older
+A step takes as many optimizer steps as without (``minibatch_order`` in train_ppo.py). Older
 responses are scored again with today's models; the importance weight min(pi_now / pi_then, --importance_cap)
 of each token says that an earlier policy drew them (the decoupled objective of Hilton et al. 2022,
 arXiv:2110.00641). Every process keeps the same global batches, so a run can be resumed with another number of
@@ -34,7 +34,7 @@ class Replay(Option):
     """The last ``size`` global batches, on the CPU."""
 
     size: int
-    positions: list[int]  # the rows of a global batch that belong to this process (dataset/data_order.py)
+    positions: list[int]  # the rows of a global batch that belong to this process (dataset/lm_dataset.py)
     world: World
     kept: Batch | None = None  # their rows, one batch below the other
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from errors import Agreed, InputError, first_line
-from model.loading import as_input_error
+from errors import Agreed, InputError, as_input_error, first_line
 from model.weights import sharded_and_whole, weights_hash
 
 SUMMED = 1 << 26  # bytes of gradients that are added up at a time: 64 MiB, which are copied

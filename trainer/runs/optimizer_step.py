@@ -1,4 +1,4 @@
-"""One optimizer step, for all training scripts: gradients, their sum over processes, clipping, AdamW.
+"""One optimizer step, for all training scripts: gradients, their sum, clipping, learning rate schedule, AdamW.
 
 ``Updater.gradients`` computes the gradients of a minibatch in micro-batches that fit into memory.
 ``Updater.step`` then sums, clips and steps one model. If the loss or the gradient is NaN or infinite, the
@@ -23,7 +23,6 @@ from trainer.compute.batching import micro_batches, tokens_per_micro_batch
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.compute.precision import LossScale
 from trainer.compute.sharding import ShardGroup
-from trainer.runs.base import Learner, Progress
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
 
@@ -45,6 +44,47 @@ class Step(NamedTuple):
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss + self.norm)
+
+
+@dataclass
+class Progress:
+    """How far a run has come: what changes from batch to batch besides weights and optimizer state."""
+
+    token_budget: int  # tokens of one micro-batch at most; halved when memory runs out
+    step: int = 0  # batches done; it fixes the place in the data, the sampling noise and the learning rates
+    bad_steps: int = 0  # minibatches in a row with a step left out, because a loss or gradient was not finite
+    skipped_steps: int = 0  # all optimizer steps left out for this reason, of every model
+
+
+@dataclass
+class Learner:
+    """The train state of one model: the model, its optimizer and its schedule. PPO has two (critic, actor),
+    stages 1 and 2 one."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    peak: float  # the highest learning rate
+    total_steps: int  # optimizer steps of the whole run
+    per_batch: int = 1  # optimizer steps of a batch
+    first_batch: int = 0  # the batch with which this model begins to train
+    warmup_steps: int = 0  # optimizer steps in which the learning rate rises
+    schedule: str = "cosine"  # or "constant"
+
+    def learning_rate(self, number: int) -> float:
+        """The learning rate in optimizer step ``number`` of the run, over the steps in which this model
+        trains: it rises linearly in the warm-up, is then the peak, and falls as a cosine to a tenth at the
+        last step (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5), or is constant. A step that is left
+        out counts too."""
+        first = self.first_batch * self.per_batch  # of its optimizer steps in the run
+        step = number - first
+        warmup = self.warmup_steps
+        if step < warmup:
+            return self.peak * (step + 1) / (warmup + 1)
+        if self.schedule == "constant":
+            return self.peak
+        falling = self.total_steps - first - warmup
+        progress = (step - warmup) / max(falling - 1, 1)
+        return self.peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 @dataclass

@@ -21,8 +21,7 @@ import transformers
 from filelock import FileLock, Timeout
 
 from atomic_files import write_whole, writing
-from errors import InputError
-from model.loading import as_input_error
+from errors import InputError, as_input_error
 from trainer.compute.kernels import kernels_of
 from trainer.runs import checkpoints
 from trainer.runs.base import ROOT, Run, quoted
