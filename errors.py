@@ -17,7 +17,7 @@ class InputError(ValueError):
     """A mistake in the input, not in the program. The message is one line: where, what, what to do."""
 
 
-class Agreed(InputError):
+class CollectiveError(InputError):
     """An error that all processes of a run raise (``World.all_or_none`` in runs/distributed.py). Only that of
     the main process has a message."""
 

@@ -21,6 +21,9 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "with models.host.on_device(models.reference, models.old_actor):"
         ],
         "what trains no more has no step to note": ["pass  # break"],
+        "a greatest common divisor of two has no order": [
+            "spread = math.gcd(group_size, batch_size // mini_batch_size)"
+        ],
         "a share of 1 is all tokens": ["if args.entropy_top <= 1:", "if args.entropy_top < 2:"],
     },
     "trainer/options/offline.py": {
@@ -37,7 +40,7 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         EXACTLY: [
             "return torch.where(differences.abs() <= ROUNDING * size, 0.0, differences)",
             "return (mean, 0.0 if std < ROUNDING * abs(mean) else std)",
-            "if not (differ and 0 < size < LARGEST):",
+            "if not (has_signal and 0 < size < LARGEST):",
             "if not (total[1] < LARGEST and error[1] <= LARGEST):",
             "if not (total[1] <= LARGEST and error[1] < LARGEST):",
             "far_off = error_std ** 2 >= MISLED * variance or spread ** 2 < SMALL * variance",

@@ -21,10 +21,10 @@ def filled(run, step, batch):
     for option in run.options:
         option.before_estimate(step, batch)
     train_ppo.reward_tokens(args, batch, run.kl.coef)
-    differ = advantages.scores_differ(batch, world.sum)
+    has_signal = advantages.scores_differ(batch, world.sum)
     if models.critic:
-        run.value_scale.fit(batch, differ, world.sum)
-    train_ppo.estimate(args, batch, differ, run.advantage_scale, world)
+        run.value_scale.fit(batch, has_signal, world.sum)
+    train_ppo.estimate(args, batch, has_signal, run.advantage_scale, world)
     return batch
 
 

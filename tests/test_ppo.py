@@ -513,9 +513,9 @@ def test_a_response_without_a_score_is_as_good_as_not_there():
         assert rewards.isfinite().all()
         found, rollout.returns = adv.gae(rewards, rollout.values, mask, 1.0, 0.9)
         found, std = adv.centred(found, mask, alone)
-        differ = adv.scores_differ(rollout, alone)
-        adv.AdvantageScale().whiten(rollout, found, std, differ)
-        scales = rollout.advantage_std, rollout.advantage_unit
+        has_signal = adv.scores_differ(rollout, alone)
+        adv.AdvantageScale().whiten(rollout, found, std, has_signal)
+        scales = rollout.advantage_std, rollout.advantage_scale
         loss, metrics = losses.policy_loss(now, rollout, *CLIP)
         value, _ = losses.value_loss(now, rollout.values, rollout.returns, mask, 0.2, 1.0)
         numbers = [loss, value, losses.kl_loss(now, rollout), mask.sum(), *metrics.values(), *scales]

@@ -3,7 +3,7 @@
 Shapes: B sequences, R response columns. Column t belongs to response token t; ``mask`` [B, R] is the action
 mask, True on response tokens. ``estimate`` in train_ppo.py chooses the estimator (--advantage).
 
-Whitening: advantages less their mean (``centred``), divided by the unit of ``AdvantageScale``, so that
+Whitening: advantages less their mean (``centred``), divided by ``AdvantageScale``, so that
 rewards of any size are learned alike. The critic's values have a scale too (``ValueScale``):
 
     value = critic.scale * head(state)        critic.scale: the standard deviation of the returns
@@ -229,10 +229,10 @@ def centred(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> tuple[Tensor, f
 
 
 def group_spread(sizes: Tensor, batch: Batch, group_size: int, sum_over_processes: Sum) -> float:
-    """What the unit of RLOO and GRPO follows: the root mean square of ``sizes`` [B, R], over the groups whose
-    scores differ. The advantages of a group have the mean 0 already."""
-    differ = scored_apart(batch.scores, group_size)
-    return root_mean_square(sizes, batch.action_mask & differ[:, None], sum_over_processes)
+    """The size of RLOO's and GRPO's advantages: the root mean square of ``sizes`` [B, R], over the groups
+    whose scores differ. The advantages of a group have the mean 0 already."""
+    apart = scored_apart(batch.scores, group_size)
+    return root_mean_square(sizes, batch.action_mask & apart[:, None], sum_over_processes)
 
 
 def root_mean_square(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> float:
@@ -258,10 +258,10 @@ def regression(x: Tensor, y: Tensor, mask: Tensor, sum_over_processes: Sum) -> t
 
 def scores_differ(batch: Batch, sum_over_processes: Sum) -> bool:
     """Do the batch's scores differ, or the rewards within its responses? If not, nothing can be learned."""
-    found = [moments(batch.scores, ~batch.scores.isnan())]
+    parts = [moments(batch.scores, ~batch.scores.isnan())]
     if batch.step_rewards is not None:
-        found.append(moments(batch.step_rewards, batch.action_mask))
-    return any(mean_std(total)[1] > 0 for total in sum_over_processes(torch.stack(found)))
+        parts.append(moments(batch.step_rewards, batch.action_mask))
+    return any(mean_std(total)[1] > 0 for total in sum_over_processes(torch.stack(parts)))
 
 
 class RunningScale(SavedAttributes):
@@ -289,31 +289,31 @@ class RunningScale(SavedAttributes):
 
 
 class AdvantageScale(RunningScale):
-    """What a batch's advantages are divided by: its unit. KL loss and entropy bonus are divided by it too.
+    """What a batch's advantages are divided by. KL loss and entropy bonus are divided by it too.
 
-    The unit is the batch's own size. Where all scores are equal, or nearly so, the advantages are only the
+    It is the advantages' own size. Where all scores are equal, or nearly so, the advantages are only the
     noise of critic or KL. Divided by their own size, this noise would become as large as a lesson, and so
-    would the KL's weight. So the unit of such a batch is the size that earlier batches had.
+    would the KL's weight. So such a batch is divided by the size that earlier batches had.
     """
 
     def whiten(
-        self, batch: Batch, advantages: Tensor, size: float, differ: bool, divided: bool = False
+        self, batch: Batch, advantages: Tensor, size: float, has_signal: bool, divided: bool = False
     ) -> None:
-        """Fill the batch's advantages: ``advantages`` [B, R], less their mean already, divided by the unit, 0
-        on padding. size: their standard deviation. divided: of GRPO, whose advantages are divided by their
-        group's standard deviation already. Then only KL and entropy are divided by the unit."""
+        """Fill the batch's advantages: ``advantages`` [B, R], less their mean already, divided by the scale,
+        0 on padding. size: their standard deviation. divided: of GRPO, whose advantages are divided by their
+        group's standard deviation already. Then only KL and entropy are divided by the scale."""
         batch.advantage_std = size
-        batch.advantage_unit = self.unit(size, differ)
-        divisor = 1.0 if divided else batch.advantage_unit
+        batch.advantage_scale = self.divisor(size, has_signal)
+        divisor = 1.0 if divided else batch.advantage_scale
         batch.advantages = torch.where(batch.action_mask, advantages / divisor, 0.0)
 
-    def unit(self, size: float, differ: bool) -> float:
-        """size: of the batch's advantages, before they are divided; differ: ``scores_differ``."""
-        if not (differ and 0 < size <= LARGEST):
+    def divisor(self, size: float, has_signal: bool) -> float:
+        """-> what they are divided by. size: of the batch's advantages; has_signal: ``scores_differ``."""
+        if not (has_signal and 0 < size <= LARGEST):
             return max(size, self.std or 1.0)
-        unit = max(size, LEAST_SHARE * self.std)
+        divisor = max(size, LEAST_SHARE * self.std)
         self.follow(size**2)
-        return unit
+        return divisor
 
 
 class ValueScale(RunningScale):
@@ -323,7 +323,7 @@ class ValueScale(RunningScale):
     def __init__(self, critic: CriticModel):
         self.critic = critic
 
-    def fit(self, batch: Batch, differ: bool, sum_over_processes: Sum) -> None:
+    def fit(self, batch: Batch, has_signal: bool, sum_over_processes: Sum) -> None:
         """Change the critic by the Monte-Carlo returns of a batch, before the batch is learned from. The
         first batch sets the mean of the critic's values, and their slope where it is far off;
         ``batch.values`` then are the new ones. Later batches change the scale alone, and no value."""
@@ -344,7 +344,7 @@ class ValueScale(RunningScale):
                 slope, intercept = regression(values, batch.mc_returns, mask, sum_over_processes)
             self.critic.map_values(slope, intercept)
             batch.values = torch.where(mask, slope * values + intercept, 0.0)
-        if variance and differ:
+        if variance and has_signal:
             self.follow(variance)
             self.critic.rescale(self.std)
 

@@ -8,7 +8,7 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -451,11 +451,18 @@ def load_actor(args: Flags, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMod
     return actor
 
 
-def sampling_room(
+class SamplerLimits(NamedTuple):
+    """What the sampler must have memory for."""
+
+    max_num_seqs: int  # prompts that a process samples at once
+    max_seq_len: int  # tokens of a prompt with its response
+    max_response_len: int
+
+
+def sampler_limits(
     args: Flags, actor: PreTrainedModel, data: Prompts, held_out: RLAIFDataset | None
-) -> tuple[int, int, int]:
-    """What the sampler must have room for -> (the most prompts that a process samples at once, the longest
-    prompt plus response, the longest response). Raises InputError for more positions than the actor has."""
+) -> SamplerLimits:
+    """Flags and data -> ``SamplerLimits``. Raises InputError for more positions than the actor has."""
     longest = args.max_gen_len + max(x.longest for x in (data, held_out) if x)
     limit = most_positions(actor.config)
     if longest > limit:
@@ -466,4 +473,4 @@ def sampling_room(
     group_size = args.num_generations
     evaluated = min(max(EVAL_BATCH, group_size), len(held_out or ()) * group_size)
     sampled = 0 if args.offline_data_path else args.batch_size
-    return max(sampled, evaluated), longest, args.max_gen_len
+    return SamplerLimits(max(sampled, evaluated), longest, args.max_gen_len)

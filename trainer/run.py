@@ -33,6 +33,7 @@ from trainer.generation.engine import Sampler
 from trainer.generation.stops import keep_endings, load_endings
 from trainer.inputs import (
     Prompts,
+    SamplerLimits,
     accuracy_note,
     check_files,
     choose_rates,
@@ -42,7 +43,7 @@ from trainer.inputs import (
     load_actor,
     load_trained_tokenizer,
     read_prompts,
-    sampling_room,
+    sampler_limits,
 )
 from trainer.memory_plan import ModelSizes, PlannedRun, check_memory
 from trainer.models import Models, critic_start
@@ -169,12 +170,12 @@ class PpoRun(Run):
         its weight in the reward, None without a critic. From here on the flags are frozen."""
         args = self.args
         world = self.world
-        room = sampling_room(args, actor, self.data, self.held_out)
+        limits = sampler_limits(args, actor, self.data, self.held_out)
         learning = {"learning_rate": ("actor", actor)}
         critic = None
         if args.advantage == "gae":
             critic = critic_start(
-                args.critic_init, self.reward.models, actor, self.tokenizer, longest=room[1]
+                args.critic_init, self.reward.models, actor, self.tokenizer, longest=limits.max_seq_len
             )
             learning["critic_learning_rate"] = ("critic", critic[0])
             if critic[0] is not actor:
@@ -186,9 +187,9 @@ class PpoRun(Run):
         self.demonstrations = load_demonstrations(args, self.tokenizer, actor)
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, actor)
         with world.all_or_none():  # memory may be short in one process only
-            self.plan, memory = check_memory(self._planned(actor, critic, room))
+            self.plan, memory = check_memory(self._planned(actor, critic, limits))
         self.notes += [rates, memory]
-        self.room = room
+        self.sampler_limits = limits
         return critic
 
     def _build(self, actor: PreTrainedModel, critic: tuple[PreTrainedModel, float] | None) -> None:
@@ -198,7 +199,7 @@ class PpoRun(Run):
         self.endings = load_endings(args, self.tokenizer, actor)  # what ends a response
         if self.plan.slots:  # else nothing is sampled
             cache = self.plan.phases["rollout"]["KV cache"]
-            sampler = Sampler(actor, self.dtype, self.plan.slots, cache, self.room, world.device)
+            sampler = Sampler(actor, self.dtype, self.plan.slots, cache, self.sampler_limits, world.device)
             self.engine = RolloutEngine(
                 sampler=sampler,
                 tokenizer=self.tokenizer,
@@ -267,7 +268,7 @@ class PpoRun(Run):
         self,
         actor: PreTrainedModel,
         critic: tuple[PreTrainedModel, float] | None,
-        room: tuple[int, int, int],
+        limits: SamplerLimits,
     ) -> PlannedRun:
         """What the memory plan is made from."""
         sizes = {"actor": ModelSizes(actor, self.dtype)}
@@ -279,8 +280,8 @@ class PpoRun(Run):
             dtype=self.dtype,
             models=sizes,
             rewards=[ModelSizes(model, self.dtype) for model in modules_of(self.reward, self.eval_reward)],
-            responses=room[0],
-            width=room[1],
+            responses=limits.max_num_seqs,
+            width=limits.max_seq_len,
             demonstration=self.demonstrations.longest if self.demonstrations else 0,
             processes=self.world.size,
         )
@@ -330,7 +331,7 @@ class PpoRun(Run):
                 models=models,
                 engine=self.engine,
                 rewards=(self.reward, self.eval_reward),
-                score_parts=self.score_parts,
+                score_parts=self.request_scores,
                 ema=self.ema,
             )
 
@@ -362,7 +363,7 @@ class PpoRun(Run):
 
     # ------------------------------------------------------------------------------- what it is asked for
 
-    def score_parts(self, reward: Reward, batch: Batch) -> RawScores:
+    def request_scores(self, reward: Reward, batch: Batch) -> RawScores:
         """What each part of a reward (``Reward`` or ``EvalReward``) says of a batch's responses, before it is
         normalised, clipped and weighed. Raises InputError where one fails."""
         prompts = with_sampled_space(batch, self.tokenizer) if reward.server else batch.prompts
@@ -381,9 +382,9 @@ class PpoRun(Run):
         """Choose --missing_eos_penalty where it is not given (options/missing_eos.py)."""
         if self.reward.missing_eos_penalty is not None:
             return
-        score_parts = partial(self.score_parts, self.reward)
+        request_scores = partial(self.request_scores, self.reward)
         penalty, line = choose_penalty(
-            self.args, self.world, self.data, self.engine, self.models.old_actor, self.reward, score_parts
+            self.args, self.world, self.data, self.engine, self.models.old_actor, self.reward, request_scores
         )
         self.reward.missing_eos_penalty = penalty
         with self.world.all_or_none():  # the disk may be full

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dataset.lm_dataset import global_batch
-from errors import Agreed, InputError
+from errors import CollectiveError, InputError
 from progress_bar import Start
 from trainer.compute.threads import sleep_when_busy
 from trainer.flags import Flags
@@ -133,7 +133,7 @@ class Session(Generic[AnyRun]):
         the run is saved as the step before has left it."""
         try:
             yield
-        except Agreed:
+        except CollectiveError:
             self._save()
             raise
 

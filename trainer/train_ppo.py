@@ -58,7 +58,7 @@ NO_CRITIC = {"advantage": "it has no critic"}
 COMPARING = ("advantage=rloo", "advantage=group")
 NO_GROUPS = dict.fromkeys(COMPARING, "logged answers are not in groups; use gae or reinforce")
 NO_GSPO = {"policy_loss=gspo": "the ratio to the reference soon leaves so narrow a clip for good"}
-WHOLE = dict.fromkeys(COMPARING, "it takes the whole response as one step")
+RESPONSE_LEVEL = dict.fromkeys(COMPARING, "it takes the whole response as one step")
 
 
 def flag_parser() -> FlagParser:
@@ -190,7 +190,7 @@ def flag_parser() -> FlagParser:
     add("--target_kl", 0.0, "the actor's updates of a batch end at this KL to the old one; not --kl_target")
     add("--entropy_coef", 0.0, "bonus on the policy's entropy: reward per nat")
     add_sampled("--entropy_top", 1.0, "share of tokens that learn; 1: all", above=0, at_most=1, off=1.0)
-    add("--gamma", 1.0, "discount", at_most=1, off=1.0, not_with=WHOLE)
+    add("--gamma", 1.0, "discount", at_most=1, off=1.0, not_with=RESPONSE_LEVEL)
     add_critic("--lam", float, "lambda of GAE; default: by --max_gen_len", at_most=1, off=1.0)
     add_critic("--critic_lam", 1.0, "lambda of the critic's returns", at_most=1, off=1.0)
     add_critic(
@@ -294,7 +294,7 @@ def score(run: PpoRun, step: int, batch: Batch, seconds: Seconds) -> Batch:
     if run.args.offline_data_path:
         return batch  # the scores are those of the file
     with run.world.all_or_none():
-        batch.raw = run.score_parts(run.reward, batch)
+        batch.raw = run.request_scores(run.reward, batch)
     if run.args.filter_groups:
         batch = sample_again(
             run.args,
@@ -304,7 +304,7 @@ def score(run: PpoRun, step: int, batch: Batch, seconds: Seconds) -> Batch:
             engine=run.engine,
             old_actor=run.models.old_actor,
             reward=run.reward,
-            score_parts=partial(run.score_parts, run.reward),
+            request_scores=partial(run.request_scores, run.reward),
             positions=run.positions,
             seconds=seconds,
         )
@@ -337,7 +337,7 @@ def evaluate_tokens(
                 batch, models.reference_scorer, token_budget, temperature=args.temperature
             )
         for option in options:
-            batch = option.with_older(batch)
+            batch = option.add_replayed(batch)
         if args.offline_data_path:
             # Nobody knows who wrote the answers; the reference counts as it: the ratio is actor / reference.
             batch.old_logprobs = batch.sampler_logprobs = batch.ref_logprobs
@@ -374,31 +374,31 @@ def reward_tokens(args: Namespace, batch: Batch, kl_coef: float) -> None:
 
 
 def estimate(
-    args: Namespace, batch: Batch, differ: bool, scale: advantages.AdvantageScale, world: World
+    args: Namespace, batch: Batch, has_signal: bool, scale: advantages.AdvantageScale, world: World
 ) -> None:
     """Rewards of tokens -> advantages, and with a critic the returns that it learns, all [B, R].
 
-    Advantages of GAE and REINFORCE are taken less their mean. All are divided by a unit: their standard
-    deviation, or with GRPO each by that of its own group. The KL is divided by the unit in all of them.
-    differ: ``scores_differ`` of the batch.
+    Advantages of GAE and REINFORCE are taken less their mean. All are divided by a scale: their standard
+    deviation, or with GRPO each by that of its own group. The KL is divided by the scale in all of them.
+    has_signal: ``scores_differ`` of the batch.
     """
     rewards = batch.rewards
     mask = batch.action_mask
     group_size = args.num_generations
     if args.advantage == "gae":
-        found, _ = advantages.gae(rewards, batch.values, mask, args.gamma, args.lam)
+        unwhitened, _ = advantages.gae(rewards, batch.values, mask, args.gamma, args.lam)
         # The critic's returns have a lambda of their own.
         _, batch.returns = advantages.gae(rewards, batch.values, mask, args.gamma, args.critic_lam)
-        found, std = advantages.centred(found, mask, world.sum)
+        unwhitened, std = advantages.centred(unwhitened, mask, world.sum)
     elif args.advantage == "reinforce":
-        found, std = advantages.centred(batch.mc_returns, mask, world.sum)
+        unwhitened, std = advantages.centred(batch.mc_returns, mask, world.sum)
     elif args.advantage == "rloo":
-        found = advantages.leave_one_out(rewards, mask, group_size)
-        std = advantages.group_spread(found, batch, group_size, world.sum)
+        unwhitened = advantages.leave_one_out(rewards, mask, group_size)
+        std = advantages.group_spread(unwhitened, batch, group_size, world.sum)
     else:  # GRPO
-        found, group_std = advantages.group_normalized(rewards, mask, group_size)
+        unwhitened, group_std = advantages.group_normalized(rewards, mask, group_size)
         std = advantages.group_spread(group_std, batch, group_size, world.sum)
-    scale.whiten(batch, found, std, differ, divided=args.advantage == "group")
+    scale.whiten(batch, unwhitened, std, has_signal, divided=args.advantage == "group")
 
 
 # --------------------------------------------------------------------------------------- losses and steps
@@ -453,9 +453,9 @@ def actor_loss(
         old = logprobs.detach()
         weights = losses.importance_weights(old, mb.sampler_logprobs, mask, args.importance_cap)
         mb = replace(mb, old_logprobs=old, importance_weights=weights)
-    # The advantages were divided by the unit. KL and entropy are divided by the unit too, so that --kl_coef
-    # stays in reward units.
-    kl_weight = kl_coef / mb.advantage_unit
+    # The advantages were divided by their scale. KL and entropy are divided by that scale too, so that
+    # --kl_coef stays in reward units.
+    kl_weight = kl_coef / mb.advantage_scale
     loss, info = losses.policy_loss(
         logprobs,
         mb,
@@ -470,7 +470,7 @@ def actor_loss(
         loss = loss + kl_weight * losses.kl_loss(logprobs, mb)
     total_entropy = losses.masked_sum(entropy, mask)
     if args.entropy_coef:
-        loss = loss - args.entropy_coef / mb.advantage_unit * total_entropy
+        loss = loss - args.entropy_coef / mb.advantage_scale * total_entropy
     metrics.add_all({**info, "policy/entropy": total_entropy}, count=mask.sum())
     metrics.add("policy/balance_loss", aux_loss, len(mb.tokens))
     return loss / minibatch.tokens + aux_loss / minibatch.sequences, metrics
@@ -629,30 +629,31 @@ def main(argv: Sequence[str] | None = None) -> None:
             seconds = Seconds()
             with session.nothing_learned():  # a wrong record or reward: the run is saved, then it ends
                 with seconds.of("rollout"):
-                    new = sample(run, step, session.records(step))
+                    rollout = sample(run, step, session.records(step))
                 with seconds.of("reward"):
-                    new = score(run, step, new, seconds)
-                with seconds.of("score"):  # --replay_batches: ``batch`` has older ones above the new one
+                    rollout = score(run, step, rollout, seconds)
+                with seconds.of("score"):  # --replay_batches: ``batch`` has older rollouts above this one
                     batch = evaluate_tokens(
-                        args, step, new, models, options, world, run.progress.token_budget
+                        args, step, rollout, models, options, world, run.progress.token_budget
                     )
                     for option in options:
                         option.before_estimate(step, batch)
             with seconds.of("score"):
                 reward_tokens(args, batch, run.kl.coef)
-                differ = advantages.scores_differ(batch, world.sum)
+                has_signal = advantages.scores_differ(batch, world.sum)
                 if models.critic:  # this changes the critic: its scale, with the first batch its values too
-                    run.value_scale.fit(batch, differ, world.sum)
-                estimate(args, batch, differ, run.advantage_scale, world)
-                newest = batch.newest(args.batch_size)  # the rows of the new one
-                metrics = batch_metrics(args, newest, models.critic, run.kl.coef, world)
+                    run.value_scale.fit(batch, has_signal, world.sum)
+                estimate(args, batch, has_signal, run.advantage_scale, world)
+                metrics = batch_metrics(
+                    args, batch.newest(args.batch_size), models.critic, run.kl.coef, world
+                )
             with seconds.of("update"):
                 update(args, step, batch, models, run.updater, metrics, run.kl.coef, options)
                 for option in options:
-                    option.after_step(step, new)
+                    option.after_step(step, rollout)
                 models.refresh(step)  # the old actor, where it is not the actor itself
-            found = step_metrics(args, new, run.reward, metrics, seconds, world)
-            session.conclude(found, rows_of_step(new, world))
+            means = step_metrics(args, rollout, run.reward, metrics, seconds, world)
+            session.conclude(means, rows_of_step(rollout, world))
 
 
 if __name__ == "__main__":

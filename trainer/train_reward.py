@@ -122,7 +122,7 @@ def answer_room(pairs: RecordDataset) -> int:
 # ------------------------------------------------------------------------------------------------- the runs
 
 
-class Zero(SavedAttributes):
+class ScoreOffset(SavedAttributes):
     """``mean``: the mean score of the held-out answers in the last evaluation, which PPO subtracts.
 
     The loss of pairs fixes only differences between scores, not their level, and PPO clips scores. (Ziegler
@@ -159,7 +159,7 @@ class RewardRun(SupervisedRun):
             args.hf_dir or f"{args.out_dir}/reward_{policy.config.hidden_size}"
         )
         self.outputs = [self.hf_dir]
-        self.zero = self.states["zero"] = Zero()
+        self.offset = self.states["zero"] = ScoreOffset()
         torch.manual_seed(args.seed)
         return reward_from(policy, self.tokenizer)
 
@@ -190,9 +190,9 @@ class RewardRun(SupervisedRun):
         return (loss + balance / len(sides)) / totals[0], metrics
 
     def summarise(self, means: Means) -> Means:
-        """Pairs: all but the mean score, which becomes the zero. Ratings: mean squared error, its root,
+        """Pairs: all but the mean score, which becomes the offset. Ratings: mean squared error, its root,
         Pearson's correlation (0 if a score never varies)."""
-        score = self.zero.mean = means.pop("score")
+        score = self.offset.mean = means.pop("score")
         if not self.rated:
             return means
         loss = means["eval/loss"]
@@ -205,7 +205,7 @@ class RewardRun(SupervisedRun):
             state = whole_state(self.model)
             dtype = self.save_dtype.choose(self.hf_dir, state, say)
             save_directory(
-                self.model, self.tokenizer, self.hf_dir, dtype, state, reward_offset=self.zero.mean
+                self.model, self.tokenizer, self.hf_dir, dtype, state, reward_offset=self.offset.mean
             )
 
     def results(self) -> str:
@@ -230,7 +230,7 @@ class RewardRun(SupervisedRun):
         text = f"model    {self.hf_dir}\n{self.save_dtype.note(self.hf_dir)}use      {use}\n"
         text += f"         (with the prompts of this file{length}; --data_path names others)"
         if self.held_out:
-            text += f"\ncentred  {self.zero.mean:.3f} subtracted, the mean score of the held-out answers"
+            text += f"\ncentred  {self.offset.mean:.3f} subtracted, the mean score of the held-out answers"
         return text
 
 

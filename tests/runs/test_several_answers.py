@@ -71,7 +71,7 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
         tokens = zip(batch.tokens.tolist(), batch.layout.prompt_len, strict=True)
         wanted = [prompt.prompt_ids for prompt in asked for _ in range(4)]
         assert [ids[:count] for ids, count in tokens] == [p.prompt_ids for p in batch.prompts] == wanted
-        fresh = run.score_parts(run.reward, batch)
+        fresh = run.request_scores(run.reward, batch)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
         assert fresh.blocks.keys() == batch.raw.blocks.keys()

@@ -48,14 +48,14 @@ def sample_again(
     engine: RolloutEngine,
     old_actor: PreTrainedModel,
     reward: Reward,
-    score_parts: Callable[[Batch], RawScores],
+    request_scores: Callable[[Batch], RawScores],
     positions: Sequence[int],
     seconds: Seconds,
 ) -> Batch:
     """Sample this process' prompts whose answers all score the same again -> the batch with the new answers.
 
-    score_parts: of the reward; positions: of the batch's rows in the global batch. Processes sample different
-    numbers of times, so they exchange nothing until all are done.
+    request_scores: of the reward; positions: of the batch's rows in the global batch. Processes sample
+    different numbers of times, so they exchange nothing until all are done.
     """
     with world.all_or_none(), engine.weights_of(old_actor):
         for times in range(1, args.filter_groups + 1):
@@ -67,7 +67,7 @@ def sample_again(
             with seconds.of("rollout"):
                 new = engine.respond([batch.prompts[row] for row in rows], keys, args.temperature)
             with seconds.of("reward"):
-                batch.raw.replace(rows, score_parts(new))
+                batch.raw.replace(rows, request_scores(new))
             order = list(range(len(batch.prompts)))
             for place, row in enumerate(rows):
                 order[row] = len(batch.prompts) + place

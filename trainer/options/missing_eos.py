@@ -30,10 +30,10 @@ def choose_penalty(
     engine: RolloutEngine,
     actor: PreTrainedModel,
     reward: Reward,
-    score_parts: Callable[[Batch], RawScores],
+    request_scores: Callable[[Batch], RawScores],
 ) -> tuple[float, str]:
     """-> (the penalty, the same for any number of processes; a line that says why). The actor answers prompts
-    of ``data``; score_parts: of the reward. Raises InputError on all processes where a reward fails."""
+    of ``data``; request_scores: of the reward. Raises InputError on all processes where a reward fails."""
     count = min(RESPONSES, args.batch_size * world.size)
     places = global_batch(len(data), args.seed, 0, count)
     mine = world.share_of(range(count))
@@ -43,7 +43,7 @@ def choose_penalty(
     with world.all_or_none(), engine.weights_of(actor):
         batch = engine.respond(prompts, keys, args.temperature)
     with world.all_or_none():
-        raw = score_parts(batch)
+        raw = request_scores(batch)
     scores = reward.combine(raw, world)["score"]
     reward.running = {}  # the statistics of --normalize_reward begin with the first batch
     found = sum(world.gather(RunningStats.of(scores)), RunningStats())

@@ -38,7 +38,7 @@ class Replay(Option):
     world: World
     kept: Batch | None = None  # their rows, one batch below the other
 
-    def with_older(self, batch: Batch) -> Batch:
+    def add_replayed(self, batch: Batch) -> Batch:
         """This process' rows of the kept batches, and below them those of the new ``batch`` [B]."""
         if not self.kept:
             return batch

@@ -1,4 +1,4 @@
-"""One optimizer step, for all training scripts: gradients, their sum, clipping, learning rate schedule, AdamW.
+"""One optimizer step, for all training scripts: gradients, their sum, clipping, learning rates, AdamW.
 
 ``Updater.gradients`` computes the gradients of a minibatch in micro-batches that fit into memory.
 ``Updater.step`` then sums, clips and steps one model. If the loss or the gradient is NaN or infinite, the
