@@ -50,14 +50,14 @@ REWRITES: dict[str, str | Callable[[re.Match], str]] = {
 DIGITS = r"(?:\d+(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][+-]?\d{1,3})?"
 NUMBER = rf"((?<![\w.)\]}}%°])[-+])?(?:(\d+) +(?=\d+/\d))?({DIGITS})(?: ?/ ?(-?{DIGITS}))?(%?)"
 BEFORE = r"(?<![\d/^])(?<!\d[.,':])(?<![/^{]-)(?<![\w}^]\{)"
-WHOLE = rf"{BEFORE}{NUMBER}(?![\d^²³¹⁰⁴-⁹]|[.,':/]+-?\d| ?/ ?\d)"
-FIRST = rf"\A{WHOLE}"
-LAST = rf"{WHOLE}\D*\Z"
-ALONE = rf"\A{WHOLE}\.?\Z"
+COMPLETE = rf"{BEFORE}{NUMBER}(?![\d^²³¹⁰⁴-⁹]|[.,':/]+-?\d| ?/ ?\d)"
+FIRST = rf"\A{COMPLETE}"
+LAST = rf"{COMPLETE}\D*\Z"
+ALONE = rf"\A{COMPLETE}\.?\Z"
 # In a box it comes after "=", with no more than words beside it, such as a unit. 3x is none.
 EQUATION = r"(?:(?:(?!\bor\b|\band\b)[^,;])*(?:=|≈|\\approx))?+"
 IN_A_BOX = rf"\A{EQUATION}[^\d\\{{}}^+*/|<>-]*?(?<![A-Za-z_])(?<![A-Za-z]\()"
-IN_A_BOX += rf"{WHOLE}(?![A-Za-z]\b)[^\d\\{{}}^+*|<>!]*\Z"
+IN_A_BOX += rf"{COMPLETE}(?![A-Za-z]\b)[^\d\\{{}}^+*|<>!]*\Z"
 BLOCK = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 FORMULA = r"[\d\\^*+=/]"  # in a formula there is one of these, in words there is none
 IN_BRACES = r"[^{}]*"
@@ -104,9 +104,9 @@ def final(text: str, pattern: str = LAST) -> tuple[str, Numbers]:
     return text, numbers(text, pattern)
 
 
-def gives(text: str, answer: str, whole: bool) -> bool:
-    """Whether a text gives an answer. whole: a number has to be all of the text, or of a box in it."""
-    said, found = final(text, ALONE if whole else LAST)
+def gives(text: str, answer: str, only: bool) -> bool:
+    """Whether a text gives an answer. only: a number has to be all of the text, or of a box in it."""
+    said, found = final(text, ALONE if only else LAST)
     wanted, right = final(answer, ALONE)
     if right and found:
         return right == found if len(right) == len(found) else bool(right & found)
@@ -114,7 +114,7 @@ def gives(text: str, answer: str, whole: bool) -> bool:
         return True
     if not re.search(FORMULA, wanted) or not compares_formulas():
         return False
-    return formulas_equal(f"${wanted}$", f"${said}$" if whole else text)
+    return formulas_equal(f"${wanted}$", f"${said}$" if only else text)
 
 
 def without_solution(answer: str) -> str:

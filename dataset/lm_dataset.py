@@ -65,7 +65,7 @@ SAMPLE = 1_000  # records of a larger file that are read at the start, evenly sp
 RENDERED = re.compile(r"\s*(<\|\w+\|>|<start_of_turn>|\[INST\])")  # how texts of chat templates begin
 CHOSEN, REJECTED = 1.0, -1.0  # the scores of a pair's answers in offline PPO (HALOs, arXiv:2402.01306)
 
-Judged = tuple[*tuple[Ids, ...], float]  # token ids of one or two conversations, and a number
+Labelled = tuple[*tuple[Ids, ...], float]  # token ids of one or two conversations, and a number
 Item = TypeVar("Item")
 
 
@@ -159,9 +159,9 @@ class RecordDataset(Generic[Item], ABC):
 
     def tools(self, record: Record, prompt: AnyPrompt) -> Tools:
         """The tools of a record as ``fields`` gives it; its prompt is noted as well. Raises InputError."""
-        found = tools_of(record)
+        tools = tools_of(record)
         turns = to_messages(prompt)
-        if found or any(turn["role"] == "tool" for turn in turns):
+        if tools or any(turn["role"] == "tool" for turn in turns):
             shown = self.shows_tools and is_read(self.tokenizer, "tools")
             lists = "shown as the chat template writes them" if shown else "left out"
             self.noted.add(f"no tool is run; lists of tools are {lists}")
@@ -170,7 +170,7 @@ class RecordDataset(Generic[Item], ABC):
                 "turns begin with marks of a chat template, such as <|im_start|> or [INST], which stay text; "
                 "give messages in their place, or the template with --prompt_template"
             )
-        return found
+        return tools
 
     def notes(self) -> list[str]:
         """What is to be said of the records that were read at the start."""
@@ -278,10 +278,10 @@ class RLAIFDataset(RecordDataset[Prompt]):
             self.formulas += comparable(item.answer) and is_formula(item.answer)
 
     def item(self, i: int, record: Record) -> Prompt:
-        found = self.fields(record)
-        prompt, answer = to_prompt(found)
+        fields = self.fields(record)
+        prompt, answer = to_prompt(fields)
         prompt = add_system(prompt, self.system_prompt)
-        tools = self.tools(found, prompt)
+        tools = self.tools(fields, prompt)
         switches = self.thinking(i) if self.thinking else {}
         text = prompt_text(self.tokenizer, prompt, tools, **switches)
         return Prompt(
@@ -320,14 +320,14 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
 
     def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
         tokenizer = self.tokenizer
-        found = self.fields(record)
-        prompt, answer = to_demonstration(found)
+        fields = self.fields(record)
+        prompt, answer = to_demonstration(fields)
         prompt = prompt and add_system(prompt, self.system_prompt)
-        pieces = learned_pieces(tokenizer, prompt, answer, self.tools(found, prompt or ""))
+        pieces = learned_pieces(tokenizer, prompt, answer, self.tools(fields, prompt or ""))
         if prompt and tokenizer.chat_template and self.ends is None:
             roles = [turn["role"] for turn in to_messages(prompt)]
-            said = roles.count("assistant") + (not begun(prompt))  # a beginning and its answer are one
-            self.rewritten += said - len(pieces) // 2
+            spoken = roles.count("assistant") + (not begun(prompt))  # a beginning and its answer are one
+            self.rewritten += spoken - len(pieces) // 2
         ids: Ids = []
         mask: Ids = []
         context = ""
@@ -380,13 +380,13 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
 # ---------------------------------------------------------------- preferences (stage 2)
 
 
-class PreferenceDataset(RecordDataset[Judged]):
+class PreferenceDataset(RecordDataset[Labelled]):
     """Pairs: items (chosen ids, rejected ids, margin), the margin 0.0 if the record has none; or rated
     answers: items (conversation ids, score). The token ids are those that the reward model reads in PPO."""
 
     shows_tools = False
 
-    def item(self, i: int, record: Record) -> Judged:
+    def item(self, i: int, record: Record) -> Labelled:
         record = self.fields(record)
         sides, number = self.exchanges(record)
         self.tools(record, sides[0][0])
@@ -424,12 +424,12 @@ class LoggedRecords(RecordDataset[Item]):
 
     def answer(self, i: int, record: Record, side: int) -> LoggedAnswer:
         """Item ``i``, an answer of a record. side: of a pair, 0 for the chosen one, 1 for the other."""
-        found = self.fields(record)
-        sides, score = self.exchanges(found)
+        fields = self.fields(record)
+        sides, score = self.exchanges(fields)
         if self.pairs:
             score = (CHOSEN, REJECTED)[side]
         prompt, response = sides[side]
-        tools = self.tools(found, prompt)
+        tools = self.tools(fields, prompt)
         *pieces, (said, _) = learned_pieces(self.tokenizer, prompt, response, tools)
         context = "".join(text for text, _ in pieces)
         ids = self.ids(said, context)

@@ -100,6 +100,8 @@ def test_orders_by_hand_and_which_rows_are_the_newest():
     assert minibatch_order(3, 0, 4, 2, seed=5) == expected
     order = minibatch_order(9, 1, 4, 1, seed=0)
     assert [k // 4 for k in order] == [0, 1, 0, 1]
+    order = minibatch_order(5, 1, 5, 1, seed=0)  # three of the new batch, two of the older one, spread evenly
+    assert [k // 5 for k in order] == [1, 0, 1, 0, 1]
     for step in (2, 4, 5):  # a batch of one minibatch is learned from while it is new
         assert minibatch_order(step, 2, 1, 1, seed=0) == [2]
     batch = SimpleNamespace(tokens=range(5), rows=list)

@@ -63,10 +63,10 @@ def with_sampled_space(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list
     """The batch's prompts. Some tokenizers (Llama 2's) decode a response without the space with which it
     begins. There the prompt's text ends with that space. So prompt and response together are the text that
     was sampled."""
-    found = []
+    prompts = []
     for prompt, ids, text in zip(batch.prompts, batch.responses(), batch.texts, strict=True):
         before = decode(tokenizer, prompt.prompt_ids)
         behind = decode(tokenizer, [*prompt.prompt_ids, *ids])[len(before) :]
         space = behind.startswith(" " + text) and not prompt.text.endswith(" ")
-        found.append(replace(prompt, text=prompt.text + " ") if space else prompt)
-    return found
+        prompts.append(replace(prompt, text=prompt.text + " ") if space else prompt)
+    return prompts

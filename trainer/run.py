@@ -470,28 +470,28 @@ class PpoRun(Run):
         """{flag: a hash of what it names}: the weights that the run starts from, its reward models, the texts
         and tokens of its prompts, the code of its reward function; {"data_path <field>": a hash of the field
         of the records, which that function reads}."""
-        found = {
+        hashes = {
             "model": short_hash([self.save_dtype.start_hash, self.endings.eos])
         } | self.text_fingerprints()
         if self.demonstrations:
-            found["ptx_data_path"] = self.demonstrations.fingerprint
+            hashes["ptx_data_path"] = self.demonstrations.fingerprint
         if self.reward.models:
-            found["reward_model"] = self._reward_hash
-        return found
+            hashes["reward_model"] = self._reward_hash
+        return hashes
 
     def text_fingerprints(self) -> dict[str, str]:
-        found = {
+        hashes = {
             "tokenizer": short_hash(sorted(self.tokenizer.get_vocab().items())),
             "offline_data_path" if self.args.offline_data_path else "data_path": self.data.fingerprint,
         }
         if self.reward.functions:
-            found["reward_fn"] = code_hash(self.args.reward_fn)
+            hashes["reward_fn"] = code_hash(self.args.reward_fn)
             weights = [f"{name}={weight:g}" for name, (_, weight) in self.reward.functions.items()]
-            found["reward_fn weights"] = " ".join(weights)
+            hashes["reward_fn weights"] = " ".join(weights)
             functions = [function for function, _ in self.reward.functions.values()]
             fields = dict.fromkeys(x for f in functions for x in fields_read(f, self.data.columns))
-            found |= {f"data_path {field}": text for field, text in self.data.field_hashes(fields).items()}
-        return found
+            hashes |= {f"data_path {field}": text for field, text in self.data.field_hashes(fields).items()}
+        return hashes
 
     # --------------------------------------------------------------------------------- what is saved
 

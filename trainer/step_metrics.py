@@ -130,10 +130,10 @@ def of_all_responses(responses: list[list[int]], scores: Tensor, world: World) -
     numbers = torch.tensor([scores_of_all, lengths], dtype=torch.float64)  # each process has those of all
     scored = ~numbers[0].isnan()
     score, length = (centred(x, scored, torch.clone)[0][scored] for x in numbers)
-    found: dict[str, Number] = {}
+    values: dict[str, Number] = {}
     if len(score) < len(texts):
-        found["reward/unscored"] = 1 - len(score) / len(texts)
-    return found | {
+        values["reward/unscored"] = 1 - len(score) / len(texts)
+    return values | {
         "rollout/distinct": len(set(texts)) / len(texts),
         "reward/score_std": score.square().mean().sqrt().item() if len(score) else 0.0,
         "rollout/score_length_corr": torch.cosine_similarity(score, length, dim=0).item(),  # 0 if one is 0

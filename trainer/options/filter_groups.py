@@ -35,8 +35,8 @@ def scores_to_compare(reward: Reward, raw: RawScores) -> Tensor:
     """-> [B]: the scores as they will be learned from, without what is taken off for length: a group that is
     all wrong with one answer cut is no lesson. In the first batch with ``--normalize_reward``, which has no
     running mean yet and whose clip would make all scores equal, the plain sum of the raw parts."""
-    judged = {name: scores for name, scores in raw.parts.items() if name not in OF_LENGTH}
-    scores = reward.combine(replace(raw, parts=judged))
+    content = {name: scores for name, scores in raw.parts.items() if name not in OF_LENGTH}
+    scores = reward.combine(replace(raw, parts=content))
     return scores["score"] if reward.running else scores.get("score_raw", scores["score"])
 
 

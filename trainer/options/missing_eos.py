@@ -46,14 +46,14 @@ def choose_penalty(
         raw = request_scores(batch)
     scores = reward.combine(raw, world)["score"]
     reward.running = {}  # the statistics of --normalize_reward begin with the first batch
-    found = sum(world.gather(RunningStats.of(scores)), RunningStats())
+    statistics = sum(world.gather(RunningStats.of(scores)), RunningStats())
     ended = sum(world.gather(int(batch.finished.sum())))
-    penalty = UNKNOWN if found.std < LEAST_SPREAD else float(f"{found.std:.2g}")
-    why = f"the scores of {found.count} responses have the standard deviation {found.std:.2g}"
-    if not found.count:
+    penalty = UNKNOWN if statistics.std < LEAST_SPREAD else float(f"{statistics.std:.2g}")
+    why = f"the scores of {statistics.count} responses have the standard deviation {statistics.std:.2g}"
+    if not statistics.count:
         why = "no response had a score, so half of a reward of 1"
-    elif found.std < LEAST_SPREAD:
-        why = f"all {found.count} scored {found.mean:z.3g}"
+    elif statistics.std < LEAST_SPREAD:
+        why = f"all {statistics.count} scored {statistics.mean:z.3g}"
         why += ", without a spread to follow, so half of a reward of 1"
     return penalty, (
         f"penalty  {penalty:g} for a response that does not end (--missing_eos_penalty): {why}; "

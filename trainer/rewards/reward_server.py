@@ -39,7 +39,7 @@ class RewardServer:
     timeout: float
 
     def __call__(self, request: Request) -> list[float]:
-        found: list[float] = []
+        rewards: list[float] = []
         for start in range(0, len(request.responses), BATCH):
             prompts = request.prompts[start : start + BATCH]
             responses = request.responses[start : start + BATCH]
@@ -54,13 +54,13 @@ class RewardServer:
             reply = self._post_until_it_works(json.dumps(asked).encode())
             match reply:
                 case {"rewards": [*scores]} if [*map(type, scores)] == [float] * len(responses):
-                    found += scores
+                    rewards += scores
                 case _:
                     raise InputError(
                         f"--reward_url {self.url}: the answer {json.dumps(reply)[:100]} is not "
                         f'{{"rewards": [a number for each of {len(responses)} responses]}}'
                     )
-        return found
+        return rewards
 
     def _post_until_it_works(self, data):
         for pause in (*PAUSES, None):
