@@ -103,7 +103,7 @@ class RecordDataset(Generic[Item], ABC):
         with phase(f"tokens of {self.path}", len(self._places), "records") as bar:
             for i in self._places:
                 item = self.make(i)
-                self.note_item(item)
+                self.count_item(item)
                 digest.update(json.dumps(item, default=_hashed).encode())
                 length = self.length(item)
                 self.needed = max(self.needed, length)
@@ -127,7 +127,7 @@ class RecordDataset(Generic[Item], ABC):
         assert isinstance(item, tuple)
         return max(map(len, item[:-1]))
 
-    def note_item(self, item: Item) -> None:
+    def count_item(self, item: Item) -> None:
         """Called at the start with each item that is read."""
 
     def make(self, i: int) -> Item:
@@ -271,7 +271,7 @@ class RLAIFDataset(RecordDataset[Prompt]):
         """Whether it says something how many responses equal the answers: can most of these be compared?"""
         return 0 < self.with_answer <= 2 * self.comparable_answers
 
-    def note_item(self, item: Prompt) -> None:
+    def count_item(self, item: Prompt) -> None:
         if item.answer is not None:
             self.with_answer += 1
             self.comparable_answers += comparable(item.answer)

@@ -92,7 +92,7 @@ def test_the_scale_is_the_std_of_the_batches_and_the_first_sets_slope_and_mean(b
 
 
 ONE = [1.0] * 20  # batches whose returns have these standard deviations
-SMALL = [1e-3] * 10
+NEARLY_CONSTANT = [1e-3] * 10
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,15 @@ SMALL = [1e-3] * 10
         ([*ONE, 2.0], 0.9 + 0.1 * 4),  # it follows the last ten batches or so
         ([*ONE, 5e5], 0.9 + 0.1 * 4),  # an outlier counts as four times what was
         ([*ONE, 5e5, 1.5e19], 0.9 + 0.1 * 4),  # the square of this one is no number of fp32
-        ([*SMALL, 0.5], 0.9e-6 + 0.1 * 4e-6),
-        ([*SMALL, 0.5, 0.5], 0.9 * 1.3e-6 + 0.1 * 0.25),  # but it was none: the second counts in full
-        ([*SMALL, 0.5, 0.5, *[0.0] * 150], 0.9 * 1.3e-6 + 0.1 * 0.25),  # equal returns change nothing
+        ([*NEARLY_CONSTANT, 0.5], 0.9e-6 + 0.1 * 4e-6),
+        (
+            [*NEARLY_CONSTANT, 0.5, 0.5],
+            0.9 * 1.3e-6 + 0.1 * 0.25,
+        ),  # but it was none: the second counts in full
+        (
+            [*NEARLY_CONSTANT, 0.5, 0.5, *[0.0] * 150],
+            0.9 * 1.3e-6 + 0.1 * 0.25,
+        ),  # equal returns change nothing
         ([0.0], 1.0),
         ([0.0, 100.0], 1e4),  # the first that differ count in full
     ],

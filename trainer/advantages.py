@@ -36,8 +36,10 @@ ROUNDING = 1e-6  # differences below this share of the numbers are only rounding
 RATE = 0.1  # of the running variance: it follows the last ten batches or so
 GROWTH = 4.0  # a batch's variance counts at most so many times the running one, or that of the batch before
 LARGEST = torch.finfo(torch.float32).max
-MISLED = 1.1  # times the returns' variance: values with a larger error are worse than the mean return alone
-SMALL = 0.1  # times it: values that vary less say next to nothing
+WORSE_THAN_MEAN = (
+    1.1  # times the returns' variance: values with a larger error are worse than the mean return alone
+)
+NEARLY_CONSTANT = 0.1  # times it: values that vary less say next to nothing
 LEAST_SHARE = 0.1  # of the running scale: the least that a batch's advantages are divided by
 
 
@@ -339,8 +341,9 @@ class ValueScale(RunningScale):
             slope = 1.0
             intercept, error_std = mean_std(error)
             _, spread = mean_std(sum_over_processes(moments(values, mask)))
-            far_off = error_std**2 > MISLED * variance or spread**2 < SMALL * variance
-            if variance and far_off:  # equal returns say nothing about a slope
+            misleading = error_std**2 > WORSE_THAN_MEAN * variance
+            flat = spread**2 < NEARLY_CONSTANT * variance
+            if variance and (misleading or flat):  # equal returns say nothing about a slope
                 slope, intercept = regression(values, batch.mc_returns, mask, sum_over_processes)
             self.critic.map_values(slope, intercept)
             batch.values = torch.where(mask, slope * values + intercept, 0.0)

@@ -64,8 +64,8 @@ from trainer.rewards.reward_models import check_reward_model
 
 Prompts = RLAIFDataset | LoggedAnswers  # what a run is trained on
 ANSWER = "<answer>"  # the tag of --reasoning
-LOOKED_AT = 256  # how many answers of the data are searched for it
-SHARE = 0.25  # of them that must have it
+ANSWERS_LOOKED_AT = 256  # how many answers of the data are searched for it
+TAGGED_SHARE = 0.25  # of them that must have it
 EVAL_BATCH = 256  # responses of an evaluation that are sampled at a time
 
 DEMO = {
@@ -84,11 +84,11 @@ PTX_COEF = 0.1
 # The clips of each --policy_loss below and above 1; None: as below. docs/ppo.md, "CISPO and GSPO".
 CLIPS = {"clip": (0.2, None), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
 ADDRESS = r"https?://(\[[\da-fA-F:.]+\]|[^\s:/?#@[\]]+)(:\d+)?([/?#][!-~]*)?"  # host, port and path
-SHORT = 64  # tokens of an answer
-LAM_OF_SHORT = 0.95  # the lambda that suited such answers best
+SHORT_ANSWER = 64  # tokens of an answer
+LAM_OF_SHORT_ANSWERS = 0.95  # the lambda that suited such answers best
 # (trained parameters, peak learning rate). Between two points the line is straight in logarithms of both,
 # beyond the ends it is level. Where the numbers come from: docs/ppo.md, "Learning rates".
-SUITED = {
+RATES_BY_SIZE = {
     "actor": ((1.3e6, 5e-4), (4.9e6, 2e-4), (2.25e7, 3e-5), (1.345e8, 3e-5), (5e8, 1e-6), (8e9, 5e-7)),
     "critic": ((1.3e6, 5e-4), (4.9e6, 5e-4), (2.25e7, 2e-4), (1.345e8, 3.6e-5), (5e8, 1e-5), (8e9, 9e-6)),
     "sft": ((1.3e6, 2e-3), (5e8, 2e-5), (8e9, 5e-6)),
@@ -129,7 +129,7 @@ def complete_flags(args: Flags) -> Flags:
         args.lam = 1.0
         args.critic_warmup_steps = 0
     elif args.lam is None:  # a score would hardly reach the early tokens of a long answer with less than 1
-        args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
+        args.lam = LAM_OF_SHORT_ANSWERS if args.max_gen_len <= SHORT_ANSWER else 1.0
     complete_sizes(args)
     fill_paths(args)
     return args
@@ -224,10 +224,10 @@ def choose_reasoning(args: Flags, prompts: Prompts) -> str | None:
     """
     if args.reasoning is not None:
         return None
-    first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
+    first = [prompts[i] for i in range(min(len(prompts), ANSWERS_LOOKED_AT))]
     answers = [text for p in first for text in alternatives(getattr(p, "response", p.answer) or [])]
     count = sum(ANSWER in text for text in answers)
-    args.reasoning = int(count >= max(1, SHARE * len(answers)))
+    args.reasoning = int(count >= max(1, TAGGED_SHARE * len(answers)))
     if not args.reasoning:
         return None
     where = args.data_path or args.offline_data_path
@@ -252,12 +252,12 @@ def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
     )
 
 
-def suited_rate(kind: str, parameters: int, lora: bool = False) -> float:
+def rate_by_size(kind: str, parameters: int, lora: bool = False) -> float:
     """The peak learning rate for a model of so many ``parameters``, of two digits.
 
     kind: "actor", "critic", "sft" or "reward"; lora: only adapters beside these parameters train.
     """
-    sizes, rates = np.log(SUITED[kind]).T
+    sizes, rates = np.log(RATES_BY_SIZE[kind]).T
     rate = math.exp(np.interp(math.log(parameters), sizes, rates))
     return float(f"{rate * (LORA_FACTOR if lora else 1):.1e}")
 
@@ -266,9 +266,11 @@ def choose_rates(
     args: Flags, models: Mapping[str, tuple[str, PreTrainedModel]], lora: bool = False
 ) -> tuple[dict[str, float], str | None]:
     """Choose the learning rates that are not given, by the models' sizes -> ({flag: the rate that suits}, a
-    line that says so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only adapters
+    line that says so, or None). models: {flag: (a kind of ``rate_by_size``, model)}; lora: only adapters
     train."""
-    suited = {name: suited_rate(kind, model.num_parameters(), lora) for name, (kind, model) in models.items()}
+    suited = {
+        name: rate_by_size(kind, model.num_parameters(), lora) for name, (kind, model) in models.items()
+    }
     said = []
     for name, rate in suited.items():
         if getattr(args, name) is None:

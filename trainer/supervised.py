@@ -53,7 +53,7 @@ class SupervisedRun(Run):
 
     updater: Updater
 
-    rate: str  # a kind of ``suited_rate``
+    rate: str  # a kind of ``rate_by_size``
     records: type[RecordDataset]  # what it learns from
     data: RecordDataset
     held_out: RecordDataset | None
