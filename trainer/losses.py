@@ -1,7 +1,9 @@
 """PPO's losses as pure tensor functions: policy (clipped, CISPO, GSPO), value, KL to the reference.
 
 Shapes: B sequences, R response columns. Column t belongs to response token t. Losses are *sums* over response
-tokens, which the caller divides by the token count of the whole minibatch. Sources: PPO, Schulman et al. 2017
+tokens, which the caller divides by the token count of the whole minibatch. Padding is in no loss
+(``action_mask``); which response tokens the policy loss is of (``loss_mask``), ``evaluate_tokens`` in
+train_ppo.py says. Sources: PPO, Schulman et al. 2017
 (arXiv:1707.06347); k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html); a higher upper clip, Yu et al.
 2025 (arXiv:2503.14476); dual clip, Ye et al. 2020 (arXiv:1912.09729).
 """

@@ -33,7 +33,6 @@ from trainer.generation.engine import Sampler
 from trainer.generation.stops import keep_endings, load_endings
 from trainer.inputs import (
     Prompts,
-    SamplerLimits,
     accuracy_note,
     check_files,
     choose_rates,
@@ -107,7 +106,9 @@ class PpoRun(Run):
         start = start or Start()
         start.part("checks")
         with world.all_or_none():  # what needs no model, before anything that takes long
-            functions = self._load_functions()
+            functions = load_reward_functions(self.args.reward_fn)
+            with named_as_evaluation():
+                eval_functions = load_reward_functions(self.args.eval_reward_fn)
             check_files(self.args)
             self.tokenizer = load_trained_tokenizer(self.args)
             if world.is_main:
@@ -115,12 +116,13 @@ class PpoRun(Run):
             start.part("data")
             prompts, self.held_out = read_prompts(self.args, self.tokenizer)
             if prompts:
-                self._use_data(prompts, *functions)
+                self._use_data(prompts, functions, eval_functions)
         start.part("models")
         actor = load_actor(self.args, self.tokenizer)
         if not prompts:  # how logged answers end, the model says
             path = self.args.offline_data_path
-            self._use_data(load_logged(LoggedAnswers, path, self.args, self.tokenizer, actor), *functions)
+            logged = load_logged(LoggedAnswers, path, self.args, self.tokenizer, actor)
+            self._use_data(logged, functions, eval_functions)
         self._place_results(actor)
         self._load_rewards(actor)
         self._build(actor, critic=self._choose_start(actor))
@@ -186,8 +188,22 @@ class PpoRun(Run):
         self.positions = local_positions(args.batch_size, world.rank, world.size, args.num_generations)
         self.demonstrations = load_demonstrations(args, self.tokenizer, actor)
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, actor)
+        sizes = {"actor": ModelSizes(actor, self.dtype)}
+        if critic:
+            sizes["critic"] = ModelSizes(critic[0].base_model, self.dtype)  # type: ignore[arg-type]  # a Module
+        planned = PlannedRun(
+            args=args,
+            device=world.device,
+            dtype=self.dtype,
+            models=sizes,
+            rewards=[ModelSizes(model, self.dtype) for model in modules_of(self.reward, self.eval_reward)],
+            responses=limits.max_num_seqs,
+            width=limits.max_seq_len,
+            demonstration=self.demonstrations.longest if self.demonstrations else 0,
+            processes=world.size,
+        )
         with world.all_or_none():  # memory may be short in one process only
-            self.plan, memory = check_memory(self._planned(actor, critic, limits))
+            self.plan, memory = check_memory(planned)
         self.notes += [rates, memory]
         self.sampler_limits = limits
         return critic
@@ -229,12 +245,6 @@ class PpoRun(Run):
             world, self.learners, self.loss_scale, self.progress, args.grad_clip, self.shard_group
         )
 
-    def _load_functions(self) -> list[RewardFunctions]:
-        """-> those of --reward_fn and --eval_reward_fn."""
-        functions = load_reward_functions(self.args.reward_fn)
-        with named_as_evaluation():
-            return [functions, load_reward_functions(self.args.eval_reward_fn)]
-
     def _use_data(self, data: Prompts, functions: RewardFunctions, eval_functions: RewardFunctions) -> None:
         """Take the data, and do what needs no model besides: count the steps, make rewards without their
         models, call their functions once."""
@@ -263,28 +273,6 @@ class PpoRun(Run):
         try_reward_functions(self.reward.functions, known, args.reward_timeout, data, self.held_out)
         with named_as_evaluation():
             try_reward_functions(eval_functions, known, args.reward_timeout, self.held_out)
-
-    def _planned(
-        self,
-        actor: PreTrainedModel,
-        critic: tuple[PreTrainedModel, float] | None,
-        limits: SamplerLimits,
-    ) -> PlannedRun:
-        """What the memory plan is made from."""
-        sizes = {"actor": ModelSizes(actor, self.dtype)}
-        if critic:
-            sizes["critic"] = ModelSizes(critic[0].base_model, self.dtype)  # type: ignore[arg-type]  # a Module
-        return PlannedRun(
-            args=self.args,
-            device=self.world.device,
-            dtype=self.dtype,
-            models=sizes,
-            rewards=[ModelSizes(model, self.dtype) for model in modules_of(self.reward, self.eval_reward)],
-            responses=limits.max_num_seqs,
-            width=limits.max_seq_len,
-            demonstration=self.demonstrations.longest if self.demonstrations else 0,
-            processes=self.world.size,
-        )
 
     def _build_options(self) -> None:
         """Scales, options and the evaluation; ``states`` has those with a state that checkpoints keep."""
