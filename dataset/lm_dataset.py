@@ -141,9 +141,9 @@ class RecordDataset(Generic[Item], ABC):
 
     def fields(self, record: Record) -> Record:
         """A record as the functions of formats.py read it."""
-        found = named(record, self.keys)
-        read = unrendered(self.tokenizer, found)
-        if read is not found:
+        given = named(record, self.keys)
+        read = unrendered(self.tokenizer, given)
+        if read is not given:
             self.noted.add("texts that the chat template has written already are read as messages")
         if replaces_turn(read):
             self.noted.add(
@@ -434,9 +434,9 @@ class LoggedRecords(RecordDataset[Item]):
             score = (CHOSEN, REJECTED)[side]
         prompt, response = sides[side]
         tools = self.tools(fields, prompt)
-        *pieces, (said, _) = learned_pieces(self.tokenizer, prompt, response, tools)
+        *pieces, (reply, _) = learned_pieces(self.tokenizer, prompt, response, tools)
         context = "".join(text for text, _ in pieces)
-        ids = self.ids(said, context)
+        ids = self.ids(reply, context)
         ends = [place for place, token in enumerate(ids) if token in self.eos]
         if not ends:
             raise InputError(

@@ -10,7 +10,7 @@ from trainer import advantages as adv
 from trainer import losses, step_metrics
 from trainer.compute.batch import Batch, length_mask
 from trainer.options.filter_groups import rows_of_equal_groups
-from trainer.runs.optimizer_step import Learner
+from trainer.runs.optimizer_step import TrainState
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 CLIP = (0.2, 0.2)
@@ -417,8 +417,8 @@ def test_learning_rates_by_hand():
     tenth in exactly the steps given; a constant rate does not depend on the length of the run."""
 
     def rates(total, warmup=0, schedule="cosine", count=None):
-        learner = Learner(None, None, 2.0, total + 3, 1, 3, warmup, schedule)
-        return [learner.learning_rate(3 + step) for step in range(count or total)]
+        train_state = TrainState(None, None, 2.0, total + 3, 1, 3, warmup, schedule)
+        return [train_state.learning_rate(3 + step) for step in range(count or total)]
 
     falling = rates(11)
     assert [falling[0], falling[5], falling[10]] == pytest.approx([2.0, 1.1, 0.2])

@@ -29,7 +29,7 @@ from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import ShardGroup, shard
 from trainer.generation.stops import Endings
 from trainer.rewards.reward_models import ClassifierRewardModel, RewardModel, RewardModels
-from trainer.runs.optimizer_step import Learner, make_optimizer
+from trainer.runs.optimizer_step import TrainState, make_optimizer
 
 CHECK_SAMPLER = 20  # steps between two comparisons of the sampler's log-probs, where nothing else needs them
 
@@ -71,18 +71,20 @@ class Models:
         self._settle_frozen([model.model for model in rewards])
         if shard_group:
             self._shard(shard_group, rewards if shards_rewards else [])
-        learner = partial(
-            self._learner,
+        train_state = partial(
+            self._train_state,
             total_steps=total_steps * updates,
             per_batch=updates,
             warmup_steps=args.lr_warmup_steps * updates,
             schedule=args.lr_schedule,
         )
-        self.learners: dict[str, Learner] = {}
+        self.train_states: dict[str, TrainState] = {}
         if self.critic:
-            self.learners["critic"] = learner(self.critic, args.critic_learning_rate)
+            self.train_states["critic"] = train_state(self.critic, args.critic_learning_rate)
         # Before --critic_warmup_steps only the critic trains.
-        self.learners["actor"] = learner(actor, args.learning_rate, first_batch=args.critic_warmup_steps)
+        self.train_states["actor"] = train_state(
+            actor, args.learning_rate, first_batch=args.critic_warmup_steps
+        )
 
     def _copy_actor(self, critic_start: tuple[PreTrainedModel, float] | None, shared: bool) -> None:
         """Make the other models from the actor, which gets its adapters with --lora_r. shared: until they are
@@ -145,11 +147,11 @@ class Models:
             shard(reward.root, shard_group, self.dtype, reward.model)
             reward.shard_group = shard_group
 
-    def _learner(self, model: nn.Module, peak: float, **schedule: int | str) -> Learner:
+    def _train_state(self, model: nn.Module, peak: float, **schedule: int | str) -> TrainState:
         """AdamW for what trains of a model, without weight decay. Sharded parameters are their own group."""
         groups = [{"params": part} for part in sharded_and_whole(trained(model)) if part]
         optimizer = make_optimizer(groups, peak, self.args.moments_dtype, self.args.seed)
-        return Learner(model, optimizer, peak, **schedule)  # type: ignore[arg-type]  # ints, and one text
+        return TrainState(model, optimizer, peak, **schedule)  # type: ignore[arg-type]  # ints, and one text
 
     @property
     def single_update(self) -> bool:

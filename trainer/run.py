@@ -240,9 +240,9 @@ class PpoRun(Run):
         keep_endings(self.endings, actor)
         self.progress = Progress(token_budget=self.plan.token_budget)
         self.loss_scale = LossScale(self.dtype)  # of fp16
-        self.learners = self.models.learners
+        self.train_states = self.models.train_states
         self.updater = Updater(
-            world, self.learners, self.loss_scale, self.progress, args.grad_clip, self.shard_group
+            world, self.train_states, self.loss_scale, self.progress, args.grad_clip, self.shard_group
         )
 
     def _use_data(self, data: Prompts, functions: RewardFunctions, eval_functions: RewardFunctions) -> None:
@@ -279,7 +279,7 @@ class PpoRun(Run):
         args = self.args
         world = self.world
         models = self.models
-        learner = self.learners["actor"]
+        train_state = self.train_states["actor"]
         self.best = self._first_best() if self.held_out else Best()
         if args.offline_data_path:
             self.display = displays.OFFLINE
@@ -287,8 +287,8 @@ class PpoRun(Run):
                 best = "judge" if self.eval_reward.names else "accuracy"
                 self.display = replace(displays.OFFLINE, tested="prompts", best=best)
         self.advantage_scale = AdvantageScale()
-        self.kl = KlTarget(args, learner, world.size, world.sum)
-        self.ema = Ema(learner, args.ema_beta)
+        self.kl = KlTarget(args, train_state, world.size, world.sum)
+        self.ema = Ema(train_state, args.ema_beta)
         self.states = {
             "raw_scores": self.reward,  # its name in checkpoints
             "loss_scale": self.loss_scale,

@@ -142,7 +142,9 @@ class Session(Generic[AnyRun]):
         run where a signal has asked for it, or where an evaluation fails."""
         run = self.run
         args = run.args
-        self.world.check_identical(**{name: learner.model for name, learner in run.learners.items()})
+        self.world.check_identical(
+            **{name: train_state.model for name, train_state in run.train_states.items()}
+        )
         run.progress.step += 1  # from here on: log, save and the best count the step
         done = run.progress.step
         last = done == run.total_steps

@@ -520,7 +520,7 @@ def take_step(
     metrics.add("policy/skipped_steps", not step.finite)
     if step.finite:
         metrics.add(f"{group}/grad_norm", step.norm)
-    metrics.add(f"{group}/learning_rate", updater.learners[name].learning_rate(number))
+    metrics.add(f"{group}/learning_rate", updater.train_states[name].learning_rate(number))
     return step
 
 

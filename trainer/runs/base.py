@@ -24,7 +24,7 @@ from trainer.compute.precision import LossScale
 from trainer.compute.sharding import ShardGroup
 from trainer.runs.displays import Display, StepLog
 from trainer.runs.distributed import World
-from trainer.runs.optimizer_step import Learner, Progress
+from trainer.runs.optimizer_step import Progress, TrainState
 
 ROOT = Path(__file__).resolve().parents[2]
 Say = Callable[[str], object]  # prints a line
@@ -55,7 +55,7 @@ class Run(ABC):
     held_out: RecordDataset[Any] | None  # of an evaluation
     held_out_pairs: Sized | None = None  # of offline PPO
     eval_reward_hash: str = ""  # of --eval_reward_fn and --eval_reward_model; "" without
-    learners: dict[str, Learner]
+    train_states: dict[str, TrainState]
     # {name: what a checkpoint has besides weights and optimizer state} (checkpoints.py). ``load_state_dict``
     # gets {} where the checkpoint has none; it may raise KeyError.
     states: dict[str, Stateful]
@@ -76,7 +76,7 @@ class Run(ABC):
     @property
     def modules(self) -> dict[str, nn.Module]:
         """{file name: what a checkpoint has the weights of}: the models that train."""
-        return {name: learner.model for name, learner in self.learners.items()}
+        return {name: train_state.model for name, train_state in self.train_states.items()}
 
     @property
     def batch_records(self) -> int:

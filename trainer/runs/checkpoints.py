@@ -80,9 +80,9 @@ def _tensors(run: Run) -> Iterator[tuple[str, dict[str, Tensor]]]:
     is 0 before the first step of its parameter."""
     for name, module in run.modules.items():
         yield name, dict(learned(module))
-    for name, learner in run.learners.items():
+    for name, train_state in run.train_states.items():
         # Numbered in the order of the model, which sharding does not change.
-        states = enumerate(optimizer_state(learner.optimizer, p) for p in trained(learner.model))
+        states = enumerate(optimizer_state(train_state.optimizer, p) for p in trained(train_state.model))
         moments = {f"{number}.{kind}": x for number, state in states for kind, x in state.items()}
         yield f"{name}_optimizer", moments
 

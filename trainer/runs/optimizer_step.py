@@ -57,7 +57,7 @@ class Progress:
 
 
 @dataclass
-class Learner:
+class TrainState:
     """The train state of one model: the model, its optimizer and its schedule. PPO has two (critic, actor),
     stages 1 and 2 one."""
 
@@ -92,7 +92,7 @@ class Updater:
     """Makes the optimizer steps of a run's models. grad_clip: --grad_clip; shard_group: of --shard 1."""
 
     world: World
-    learners: dict[str, Learner]
+    train_states: dict[str, TrainState]
     loss_scale: LossScale
     progress: Progress
     grad_clip: float
@@ -142,22 +142,22 @@ class Updater:
 
     def forget_gradients(self) -> None:
         """Discard the gradients of all models."""
-        for learner in self.learners.values():
-            learner.optimizer.zero_grad()
+        for train_state in self.train_states.values():
+            train_state.optimizer.zero_grad()
 
     def step(self, name: str, loss: float, number: int) -> Step:
         """Optimizer step ``number`` of the run for one model: sum gradients over processes, clip their norm,
         step, free the gradients. If the ``Step`` is not ``finite``, weights, moments and weight decay do not
         move. ``note`` has to be told of it."""
-        learner = self.learners[name]
-        self.world.sum_gradients(learner.model.parameters())
-        self.loss_scale.unscale(learner.model)
-        step = Step(loss, clip_gradients(learner.model, self.grad_clip))
-        for group in learner.optimizer.param_groups:
-            group["lr"] = learner.learning_rate(number)
+        train_state = self.train_states[name]
+        self.world.sum_gradients(train_state.model.parameters())
+        self.loss_scale.unscale(train_state.model)
+        step = Step(loss, clip_gradients(train_state.model, self.grad_clip))
+        for group in train_state.optimizer.param_groups:
+            group["lr"] = train_state.learning_rate(number)
         if step.finite:
-            learner.optimizer.step()
-        learner.optimizer.zero_grad()
+            train_state.optimizer.step()
+        train_state.optimizer.zero_grad()
         return step
 
     def note(self, steps: Sequence[Step]) -> None:
