@@ -25,8 +25,8 @@ class CollectiveError(InputError):
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, of the system's errors without number and file, or its type's
     name where it has no message."""
-    said = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
-    return said.splitlines()[0]
+    message = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return message.splitlines()[0]
 
 
 @contextmanager

@@ -204,8 +204,8 @@ def formulas_equal(right: str, given: str) -> bool:
 
 
 def compare_formulas() -> None:
-    """Answer each line of the input, [right, given], with True or False; end the process at one that takes too
-    long. The library's own time limits cannot stop a long multiplication."""
+    """Answer each line of the input, [right, given], with True or False; end the process at one that takes
+    too long. The library's own time limits cannot stop a long multiplication."""
     from math_verify import parse, verify
 
     for line in sys.stdin:

@@ -386,8 +386,8 @@ def is_complete(tokenizer: PreTrainedTokenizerBase, message: dict[str, str], tur
     turn = as_turn(tokenizer, **message)
     parts = [turn["content"], *(turn[name] for name in THOUGHT_FIELDS if name in turn), *called(turn)]
     # Templates strip what is said, and may open its thought in the prompt.
-    whole = all(is_in(part.strip().removeprefix("<think>"), turn_text) for part in parts)
-    return whole and turn_text.count("</think>") <= max(1, message["content"].count("</think>"))
+    has_all = all(is_in(part.strip().removeprefix("<think>"), turn_text) for part in parts)
+    return has_all and turn_text.count("</think>") <= max(1, message["content"].count("</think>"))
 
 
 def pair_ids(

@@ -307,10 +307,10 @@ def _prompt_and_last_turn(record: Record, question: Any) -> tuple[AnyPrompt, str
     return prompt, last
 
 
-def _with_answer(prompt: AnyPrompt, reply: Any, whole: bool = False) -> tuple[AnyPrompt, str | None]:
+def _with_answer(prompt: AnyPrompt, reply: Any, to_split: bool = False) -> tuple[AnyPrompt, str | None]:
     """A prompt, empty if there is none, and what answers it -> (prompt, answer). reply: text, or turns, which
-    may repeat the prompt; anything else becomes JSON text. whole: reply is a transcript, to be split."""
-    if not (_is_turns(reply) or whole):
+    may repeat the prompt; anything else becomes JSON text. to_split: reply is a transcript."""
+    if not (_is_turns(reply) or to_split):
         return prompt, _as_text(reply)
     turns, answer = split(reply)
     if not prompt or isinstance(turns, str):

@@ -96,8 +96,8 @@ class RecordDataset(Generic[Item], ABC):
         self.pairs = is_pair(first) or "score" not in first  # and not rated answers
         self.per_record = 2 if self.by_answer and self.pairs else 1  # items
         n = len(self.records) * self.per_record
-        whole = n <= READ_WHOLE
-        self._places = range(n) if whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
+        reads_all = n <= READ_WHOLE
+        self._places = range(n) if reads_all else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
         digest = hashlib.sha256(f"{n}".encode())
         fitting = {}  # {number of an item: its length}
         self.needed = 0  # tokens of the longest one read
@@ -113,10 +113,10 @@ class RecordDataset(Generic[Item], ABC):
                 bar.update()
         if not fitting:
             raise self.too_long()
-        self._kept = list(fitting) if whole else range(n)
+        self._kept = list(fitting) if reads_all else range(n)
         self.read = len(self._places)
         self.dropped = self.read - len(fitting)
-        self.longest = max(fitting.values()) if whole else self.max_length
+        self.longest = max(fitting.values()) if reads_all else self.max_length
         self.fingerprint = digest.hexdigest()[:12]
 
     @abstractmethod

@@ -165,5 +165,7 @@ HAND_WRITTEN = {
     "trainer/compute/precision.py": [
         ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py")
     ],
-    "dataset/lm_dataset.py": [("self.ids(said, context)", "self.ids(said)", "tests/dataset/test_dataset.py")],
+    "dataset/lm_dataset.py": [
+        ("self.ids(reply, context)", "self.ids(reply)", "tests/dataset/test_dataset.py")
+    ],
 }

@@ -220,11 +220,11 @@ def test_bad_steps_of_different_models_end_a_run_together(files):
     run, _ = make_run(files)
     good, bad = Step(0.0, 1.0), Step(0.0, torch.inf)
     for steps in ([good, bad], [bad, good], [bad, bad], [good, bad]):
-        run.updater.note(steps)
+        run.updater.after_minibatch(steps)
     assert (run.progress.bad_steps, run.progress.skipped_steps) == (4, 5)
     with pytest.raises(SystemExit, match="5 optimizer steps in a row"):
-        run.updater.note([Step(torch.nan, 1.0)])
-    run.updater.note([good, good])
+        run.updater.after_minibatch([Step(torch.nan, 1.0)])
+    run.updater.after_minibatch([good, good])
     assert run.progress.bad_steps == 0
 
 

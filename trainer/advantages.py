@@ -97,17 +97,17 @@ def token_places(
     def place(offset):
         if offset >= len(text):
             return len(ids) - 1
-        wanted = text[: offset + 1]
-        found = bisect_left(
-            range(1, len(ids)), True, key=lambda count: decoded(count)[: offset + 1] == wanted
+        beginning = text[: offset + 1]
+        token = bisect_left(
+            range(1, len(ids)), True, key=lambda count: decoded(count)[: offset + 1] == beginning
         )
         # An incomplete character is as long as its bytes, or longer.
-        for count in range(found, 0, -1):
+        for count in range(token, 0, -1):
             if len(decoded(count)) <= offset:
                 break
-            if decoded(count)[: offset + 1] == wanted:
-                found = count - 1
-        return found
+            if decoded(count)[: offset + 1] == beginning:
+                token = count - 1
+        return token
 
     return [place(offset) for offset in offsets]
 

@@ -141,8 +141,8 @@ def complete_sizes(args: Flags) -> None:
     answers = args.num_generations
     mini = args.mini_batch_size
     if args.batch_size is None:
-        unit = math.lcm(mini or MINI_BATCH_SIZE, answers)
-        args.batch_size = unit * math.ceil(BATCH_SIZE / unit)
+        multiple = math.lcm(mini or MINI_BATCH_SIZE, answers)
+        args.batch_size = multiple * math.ceil(BATCH_SIZE / multiple)
     batch = args.batch_size
     if batch % answers:
         raise InputError(f"--batch_size {batch}: must be a multiple of --num_generations {answers}")
@@ -271,12 +271,12 @@ def choose_rates(
     suited = {
         name: rate_by_size(kind, model.num_parameters(), lora) for name, (kind, model) in models.items()
     }
-    said = []
+    chosen = []
     for name, rate in suited.items():
         if getattr(args, name) is None:
             setattr(args, name, rate)
-            said.append(f"--{name} {rate:g}")
-    return suited, f"rates    by size: {', '.join(said)}" if said else None
+            chosen.append(f"--{name} {rate:g}")
+    return suited, f"rates    by size: {', '.join(chosen)}" if chosen else None
 
 
 def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:

@@ -530,9 +530,9 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, eos: Iterable[int]) -> tuple[st
     """
     answer = "Seven."
     try:
-        said, _ = learned_pieces(tokenizer, "How many days has a week?", answer)[-1]
+        reply, _ = learned_pieces(tokenizer, "How many days has a week?", answer)[-1]
     except InputError:
         return "", True
-    header, _, end = said.partition(answer)
+    header, _, end = reply.partition(answer)
     ids = tokenizer(end, add_special_tokens=False)["input_ids"]
     return THOUGHT.sub("", header).strip(), not set(eos).isdisjoint(ids)

@@ -54,26 +54,22 @@ class StopRequest:
 
     def __init__(self, reply: str = "") -> None:
         self._reply = reply
-        self._signal = 0
+        self.number = 0  # of the signal that this process got
         self._time = 0.0
 
     def __enter__(self) -> "StopRequest":
-        self._old = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._old = {number: signal.signal(number, self._remember) for number in SIGNALS}
         return self
 
-    def _note(self, number: int, frame: object) -> None:
+    def _remember(self, number: int, frame: object) -> None:
         echo = ECHO if "WORLD_SIZE" in os.environ else 0.0
-        if not self._signal:
-            self._signal = number
+        if not self.number:
+            self.number = number
             self._time = time.monotonic()
             with suppress(OSError):  # stderr may be closed
                 os.write(2, self._reply.encode())  # print is not safe in a signal handler
         elif time.monotonic() - self._time > echo:
             os._exit(128 + number)  # not sys.exit, which would wait for threads and other processes
-
-    def agreed(self, world: World) -> int:
-        """The number of the signal that any process got, 0 if none did. All processes must call it."""
-        return max(world.gather(self._signal))
 
     def __exit__(self, *raised: object) -> None:
         for number, handler in self._old.items():
@@ -149,7 +145,7 @@ class Session(Generic[AnyRun]):
         done = run.progress.step
         last = done == run.total_steps
         self.logger.show(done, metrics, rows)  # at once: an evaluation may take minutes
-        number = self.stopping.agreed(self.world)  # of the signal
+        number = max(self.world.gather(self.stopping.number))  # of the signal that any process got; 0: none
         end: BaseException | None = SystemExit(128 + number) if number and not last else None
         if last or (args.eval_interval and done % args.eval_interval == 0):
             try:

@@ -113,8 +113,8 @@ def step_metrics(
 
 def add_scores(metrics: Metrics, name: str, scores: Tensor) -> None:
     """Add numbers of responses to a metric, without those that are NaN: where nothing was said."""
-    said = scores[~scores.isnan()]
-    metrics.add(name, said.sum(), len(said))
+    given = scores[~scores.isnan()]
+    metrics.add(name, given.sum(), len(given))
 
 
 def of_all_responses(responses: list[list[int]], scores: Tensor, world: World) -> dict[str, Number]:
@@ -125,8 +125,8 @@ def of_all_responses(responses: list[list[int]], scores: Tensor, world: World) -
     scores; "rollout/score_length_corr": Pearson's correlation of score and length in tokens, 0 where one of
     them does not vary; "reward/unscored", only if there are any: the share without a score, which is NaN.
     """
-    mine = [(hash(tuple(ids)), x, len(ids)) for ids, x in zip(responses, scores.tolist(), strict=True)]
-    texts, scores_of_all, lengths = zip(*chain.from_iterable(world.gather(mine)), strict=True)
+    own = [(hash(tuple(ids)), x, len(ids)) for ids, x in zip(responses, scores.tolist(), strict=True)]
+    texts, scores_of_all, lengths = zip(*chain.from_iterable(world.gather(own)), strict=True)
     numbers = torch.tensor([scores_of_all, lengths], dtype=torch.float64)  # each process has those of all
     scored = ~numbers[0].isnan()
     score, length = (centred(x, scored, torch.clone)[0][scored] for x in numbers)

@@ -231,7 +231,7 @@ def learn(run: SupervisedRun, step: int, items: Items) -> dict[str, float]:
     source = (lengths, lambda rows: run.loss([items[i] for i in rows], totals))
     means = run.updater.gradients([source]).means(world)
     taken = run.updater.step("model", means["train/loss"], step)
-    run.updater.note([taken])
+    run.updater.after_minibatch([taken])
     seconds = time.perf_counter() - start
     return means | {
         "train/grad_norm": taken.norm,

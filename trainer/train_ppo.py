@@ -560,11 +560,11 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
     oldest = max(0, step - older)
     for born in range(oldest, step + 1):
         first = sum(share(born, now) for now in range(born, step))
-        mine = share(born, step)
-        for number in range(first, first + mine):
+        taken = share(born, step)
+        for number in range(first, first + taken):
             epoch, place = divmod(number, count)
             minibatch = int(permutation(count, seed, born * epochs + epoch)[place])
-            places.append(((number - first + 0.5) / mine, (born - oldest) * count + minibatch))
+            places.append(((number - first + 0.5) / taken, (born - oldest) * count + minibatch))
     return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
 
 
@@ -611,7 +611,7 @@ def update(
             taken = [done for done in steps if done]
             if not taken:  # the actor has stopped, and there is no critic
                 break
-            updater.note(taken)
+            updater.after_minibatch(taken)
             bar.update()
 
 

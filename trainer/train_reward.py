@@ -164,21 +164,21 @@ class RewardRun(SupervisedRun):
         return reward_from(policy, self.tokenizer)
 
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> Loss:
-        *sides, given = zip(*items, strict=True)
+        *sides, numbers = zip(*items, strict=True)
         # Of pairs: all chosen, then all rejected answers.
         conversations = [ids for side in sides for ids in side]
         scores, _, balance = score_packed(self.model, conversations, self.dtype)  # read at their last tokens
-        wanted = send(torch.tensor(given, dtype=torch.float32), self.world.device)
+        targets = send(torch.tensor(numbers, dtype=torch.float32), self.world.device)
         sums = {}
         if self.rated:
-            loss = (scores - wanted).square().sum()
+            loss = (scores - targets).square().sum()
             x = in_fp64(scores.detach())
-            y = in_fp64(wanted)
+            y = in_fp64(targets)
             if kind == "eval":
                 sums = {"score_mean_square": x * x, "y": y, "y_mean_square": y * y, "product": x * y}
         else:
             chosen, rejected = scores.chunk(2)
-            loss = -F.logsigmoid(chosen - rejected - wanted).sum()
+            loss = -F.logsigmoid(chosen - rejected - targets).sum()
             sums = {f"{kind}/accuracy": chosen > rejected, f"{kind}/distance": chosen - rejected}
         metrics = Metrics()
         metrics.add(f"{kind}/loss", loss, len(items))

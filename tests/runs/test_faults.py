@@ -123,7 +123,7 @@ def test_a_forked_process_that_hangs_in_a_lock_can_be_ended(number):
             os.waitpid(child, 0)
         assert bool(ended) == (number == signal.SIGTERM)
         os.kill(os.getpid(), number)
-        assert stopping._signal == number
+        assert stopping.number == number
 
 
 def always_end(model):

@@ -36,10 +36,10 @@ def choose_penalty(
     of ``data``; request_scores: of the reward. Raises InputError on all processes where a reward fails."""
     count = min(RESPONSES, args.batch_size * world.size)
     places = global_batch(len(data), args.seed, 0, count)
-    mine = world.share_of(range(count))
+    own = world.share_of(range(count))
     with world.all_or_none():
-        prompts = [data[places[i]] for i in mine]
-    keys = noise_keys(args.seed, PROBE_STEP, mine)
+        prompts = [data[places[i]] for i in own]
+    keys = noise_keys(args.seed, PROBE_STEP, own)
     with world.all_or_none(), engine.weights_of(actor):
         batch = engine.respond(prompts, keys, args.temperature)
     with world.all_or_none():

@@ -43,14 +43,14 @@ class Replay(Option):
         if not self.kept:
             return batch
         starts = range(0, len(self.kept.tokens), len(self.positions) * self.world.size)
-        mine = self.kept.rows([start + place for start in starts for place in self.positions])
-        there = Batch(**{name: x.to(batch.tokens.device) for name, x in mine.tensors().items()})
+        older_rows = self.kept.rows([start + place for start in starts for place in self.positions])
+        there = Batch(**{name: x.to(batch.tokens.device) for name, x in older_rows.tensors().items()})
         return join_batches([there, batch])
 
     def after_step(self, step: int, batch: Batch) -> None:
         """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
-        mine: dict[str, Any] = {name: x.cpu() for name, x in batch.tensors().items() if name in FIELDS}
-        parts = self.world.gather((self.positions, mine))
+        own: dict[str, Any] = {name: x.cpu() for name, x in batch.tensors().items() if name in FIELDS}
+        parts = self.world.gather((self.positions, own))
         new = join_batches([Batch(**fields) for _, fields in parts])
         order = torch.tensor([place for positions, _ in parts for place in positions]).argsort().tolist()
         batches = [new.rows(order)]

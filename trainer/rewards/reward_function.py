@@ -409,10 +409,10 @@ def call_reward_function(function: RewardFunction, request: Request, seconds: fl
             if kind == "verl":
                 rows = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
                 returned = await_all([function(**row) for row in rows])
-                found: object = [x.get("score", x) if isinstance(x, dict) else x for x in returned]
+                result: object = [x.get("score", x) if isinstance(x, dict) else x for x in returned]
             else:
-                [found] = await_all([function(*first, **given)])
-            scores, steps = as_scores(found, request.responses, nan_is_none=kind == "TRL")
+                [result] = await_all([function(*first, **given)])
+            scores, steps = as_scores(result, request.responses, nan_is_none=kind == "TRL")
     except TimeUp:
         raise InputError(
             f"--reward_fn: no answer after {seconds:g} s; speed it up or raise --reward_timeout"

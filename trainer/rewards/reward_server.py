@@ -44,14 +44,14 @@ class RewardServer:
             prompts = request.prompts[start : start + BATCH]
             responses = request.responses[start : start + BATCH]
             texts = [prompt.text for prompt in prompts]
-            asked = {
+            body = {
                 "query": [text + response for text, response in zip(texts, responses, strict=True)],
                 "prompts": texts,
                 "labels": [prompt.answer for prompt in prompts],
                 "responses": responses,
                 "messages": [prompt.prompt for prompt in prompts],
             }
-            reply = self._post_until_it_works(json.dumps(asked).encode())
+            reply = self._post_until_it_works(json.dumps(body).encode())
             match reply:
                 case {"rewards": [*scores]} if [*map(type, scores)] == [float] * len(responses):
                     rewards += scores

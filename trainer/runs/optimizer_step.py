@@ -148,7 +148,7 @@ class Updater:
     def step(self, name: str, loss: float, number: int) -> Step:
         """Optimizer step ``number`` of the run for one model: sum gradients over processes, clip their norm,
         step, free the gradients. If the ``Step`` is not ``finite``, weights, moments and weight decay do not
-        move. ``note`` has to be told of it."""
+        move. ``after_minibatch`` has to be called with it."""
         train_state = self.train_states[name]
         self.world.sum_gradients(train_state.model.parameters())
         self.loss_scale.unscale(train_state.model)
@@ -160,11 +160,11 @@ class Updater:
         train_state.optimizer.zero_grad()
         return step
 
-    def note(self, steps: Sequence[Step]) -> None:
-        """Take note of a minibatch's ``Step`` of each model that had one, once: adapt the loss scale, which
-        the models share, and count. ``MAX_BAD_STEPS`` minibatches in a row with a step that was not finite
-        end the run (SystemExit). One does not count if the loss scale of fp16 was too large for it and could
-        be lowered."""
+    def after_minibatch(self, steps: Sequence[Step]) -> None:
+        """To be called once with a minibatch's ``Step`` of each model that had one: adapt the loss scale,
+        which the models share, and count. ``MAX_BAD_STEPS`` minibatches in a row with a step that was not
+        finite end the run (SystemExit). One does not count if the loss scale of fp16 was too large for it and
+        could be lowered."""
         progress = self.progress
         bad = sum(not step.finite for step in steps)
         # The loss is computed without the scale: if it is not finite, a lower scale does not help.
