@@ -108,7 +108,7 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     return reward.eval()
 
 
-def answer_room(pairs: RecordDataset) -> int:
+def usual_max_gen_len(pairs: RecordDataset) -> int:
     """--max_gen_len for answers as long as most of these pairs': a multiple of 32 tokens for 19 of 20 of the
     first pairs. An answer is what follows the tokens that both sides of a pair begin with."""
     lengths = []
@@ -220,7 +220,7 @@ class RewardRun(SupervisedRun):
             "data_path": full_path(args.data_path),
             "prompt_key": args.prompt_key,
             "max_seq_len": args.max_seq_len,
-            "max_gen_len": "" if self.rated else answer_room(self.data),
+            "max_gen_len": "" if self.rated else usual_max_gen_len(self.data),
             "kl_coef": KL_COEF,
             "out_dir": args.out_dir,
         }

@@ -2,8 +2,8 @@
 
 ``Updater.gradients`` computes the gradients of a minibatch in micro-batches that fit into memory.
 ``Updater.step`` then sums, clips and steps one model. If the loss or the gradient is NaN or infinite, the
-step is left out. PPO's models step one after the other. ``Updater.note`` looks at both steps of a minibatch,
-ends a run in which such steps follow one another, and adapts the scale of fp16's losses
+step is left out. PPO's models step one after the other. ``Updater.after_minibatch`` looks at both steps of a
+minibatch, ends a run in which such steps follow one another, and adapts the scale of fp16's losses
 (compute/precision.py). ``AdamWInHalf`` is --moments_dtype bfloat16."""
 
 import math
