@@ -3,8 +3,8 @@
 Shapes: B sequences, R response columns. Column t belongs to response token t; ``mask`` [B, R] is the action
 mask, True on response tokens. ``estimate`` in train_ppo.py chooses the estimator (--advantage).
 
-Whitening: advantages less their mean (``centred``), divided by ``AdvantageScale``, so that
-rewards of any size are learned alike. The critic's values have a scale too (``ValueScale``):
+Whitening: advantages less their mean (``centred``), divided by ``AdvantageScale``, so that rewards of any
+size are learned alike. The critic's values have a scale too (``ValueScale``):
 
     value = critic.scale * head(state)        critic.scale: the standard deviation of the returns
 
@@ -36,9 +36,8 @@ ROUNDING = 1e-6  # differences below this share of the numbers are only rounding
 RATE = 0.1  # of the running variance: it follows the last ten batches or so
 GROWTH = 4.0  # a batch's variance counts at most so many times the running one, or that of the batch before
 LARGEST = torch.finfo(torch.float32).max
-WORSE_THAN_MEAN = (
-    1.1  # times the returns' variance: values with a larger error are worse than the mean return alone
-)
+# Of the returns' variance:
+WORSE_THAN_MEAN = 1.1  # times it: values with a larger error are worse than the mean return alone
 NEARLY_CONSTANT = 0.1  # times it: values that vary less say next to nothing
 LEAST_SHARE = 0.1  # of the running scale: the least that a batch's advantages are divided by
 

@@ -2,10 +2,12 @@
 
 Shapes: B sequences, R response columns. Column t belongs to response token t. Losses are *sums* over response
 tokens, which the caller divides by the token count of the whole minibatch. Padding is in no loss
-(``action_mask``); which response tokens the policy loss is of (``loss_mask``), ``evaluate_tokens`` in
-train_ppo.py says. Sources: PPO, Schulman et al. 2017
-(arXiv:1707.06347); k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html); a higher upper clip, Yu et al.
-2025 (arXiv:2503.14476); dual clip, Ye et al. 2020 (arXiv:1912.09729).
+(``action_mask``). ``evaluate_tokens`` in train_ppo.py chooses the response tokens of the policy loss
+(``loss_mask``).
+
+Sources: PPO, Schulman et al. 2017 (arXiv:1707.06347); k1/k2/k3, Schulman 2020
+(joschu.net/blog/kl-approx.html); a higher upper clip, Yu et al. 2025 (arXiv:2503.14476); dual clip, Ye et al.
+2020 (arXiv:1912.09729).
 """
 
 from collections.abc import Callable

@@ -26,30 +26,32 @@ from trainer.runs.metrics import Metrics, Number
 
 
 def batch_metrics(
-    args: Namespace, new: Batch, critic: CriticModel | None, kl_coef: float, world: World
+    args: Namespace, rollout: Batch, critic: CriticModel | None, kl_coef: float, world: World
 ) -> Metrics:
-    """What a new batch shows before it is learned from: the KL to the reference, how far the sampler's
+    """What a rollout shows before it is learned from: the KL to the reference, how far the sampler's
     log-probs are from the scorer's, and, with a critic, the values beside the returns."""
     metrics = Metrics()
-    mask = new.action_mask
+    mask = rollout.action_mask
     of_tokens: dict[str, Tensor] = {}  # [B, R]
-    if new.ref_logprobs is not None and not args.offline_data_path:  # of logged answers it is the old actor
-        k1, _, k3 = kl_estimators(new.old_logprobs, new.ref_logprobs)
+    if (
+        rollout.ref_logprobs is not None and not args.offline_data_path
+    ):  # of logged answers it is the old actor
+        k1, _, k3 = kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
         of_tokens |= {"kl/k1": k1, "kl/k3": k3}
         metrics.add("kl/sequence", masked_sum(k1, mask), mask.any(1).sum())
-    if new.old_logprobs is not new.sampler_logprobs:  # else they were not computed twice
-        of_tokens["rollout/sampler_gap"] = (new.sampler_logprobs - new.old_logprobs).abs()
-        of_tokens["rollout/importance_weight"] = new.importance_weights
-        size = effective_sample_size(new.old_logprobs, new.sampler_logprobs, mask, world.sum)
+    if rollout.old_logprobs is not rollout.sampler_logprobs:  # else they were not computed twice
+        of_tokens["rollout/sampler_gap"] = (rollout.sampler_logprobs - rollout.old_logprobs).abs()
+        of_tokens["rollout/importance_weight"] = rollout.importance_weights
+        size = effective_sample_size(rollout.old_logprobs, rollout.sampler_logprobs, mask, world.sum)
         metrics.add("rollout/importance_ess", size)
     if critic:
-        of_tokens |= {"value/mean": new.values, "value/return": new.mc_returns}
-        explained = explained_variance(new.mc_returns, new.values, mask, world.sum)
+        of_tokens |= {"value/mean": rollout.values, "value/return": rollout.mc_returns}
+        explained = explained_variance(rollout.mc_returns, rollout.values, mask, world.sum)
         metrics.add("value/explained_variance", explained)
         metrics.add("value/scale", critic.scale)
     sums = {name: masked_sum(x, mask) for name, x in of_tokens.items()}
     metrics.add_all(sums, mask.sum())
-    metrics.add("policy/advantage_std", new.advantage_std)
+    metrics.add("policy/advantage_std", rollout.advantage_std)
     if args.kl_target:
         metrics.add("kl/coef", kl_coef)
     return metrics
@@ -76,7 +78,7 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_p
 
 def step_metrics(
     args: Namespace,
-    batch: Batch,
+    rollout: Batch,
     reward: Reward,
     metrics: Metrics,
     seconds: Mapping[str, float],
@@ -84,25 +86,25 @@ def step_metrics(
 ) -> dict[str, float]:
     """All that a step logs -> {name: mean over all processes}.
 
-    batch: the new one; metrics: what estimating and updating have measured; seconds: of the step's phases.
+    rollout: of the step; metrics: what estimating and updating have measured; seconds: of the step's phases.
     """
-    responses = batch.responses()
-    for name, x in batch.parts.items():
+    responses = rollout.responses()
+    for name, x in rollout.parts.items():
         add_scores(metrics, f"reward/{name}", x)
     sums: dict[str, Number] = {}
     if reward.models:
-        sums["reward/at_limit"] = reward.at_limit(batch.raw).sum()
+        sums["reward/at_limit"] = reward.at_limit(rollout.raw).sum()
     if args.filter_groups:
-        sums["rollout/sampled_again"] = batch.sampled_again
+        sums["rollout/sampled_again"] = rollout.sampled_again
     if args.num_generations > 1:
-        sums["rollout/equal_groups"] = len(rows_of_equal_groups(batch.parts["score"], args.num_generations))
-    sums["rollout/length"] = batch.response_len.sum()
-    sums["rollout/finished"] = batch.finished.sum()
+        sums["rollout/equal_groups"] = len(rows_of_equal_groups(rollout.parts["score"], args.num_generations))
+    sums["rollout/length"] = rollout.response_len.sum()
+    sums["rollout/finished"] = rollout.finished.sum()
     sums["rollout/repetition"] = torch.tensor([repetition(ids) for ids in responses]).sum()
     metrics.add_all(sums, len(responses))
-    metrics.add_all(of_all_responses(responses, batch.parts["score"], world))
+    metrics.add_all(of_all_responses(responses, rollout.parts["score"], world))
     if reward.functions:
-        for logged in world.gather(batch.raw.logged):
+        for logged in world.gather(rollout.raw.logged):
             for name, values in logged.items():
                 metrics.add(f"function/{name}", sum(values), len(values))
     means = metrics.means(world)
