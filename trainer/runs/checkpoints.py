@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from atomic_files import move, sync, writing
-from errors import InputError, first_line
-from model.loading import as_input_error
+from errors import InputError, as_input_error, first_line
 from model.lora import learned, trained
 from model.weights import full_tensor
 from trainer.runs.base import Run
