@@ -1,7 +1,7 @@
 """Rollout: prompts -> responses of a policy, drawn by the sampler (generation/engine.py), as a ``Batch``."""
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
