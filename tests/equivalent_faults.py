@@ -44,6 +44,10 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "far_off = error_std ** 2 > MISLED * variance or spread ** 2 <= SMALL * variance",
         ],
         "the last sum adds nothing": ["while n <= x.shape[1]:"],
+        "no mask takes in a response without a score": [
+            "rest = torch.where(scores.isnan(), 1.0, scores).float()[:, None]"
+        ],
+        "the sums of no numbers are 0": ["count = count or -1.0"],
     },
     "trainer/losses.py": {
         EXACTLY: [

@@ -38,7 +38,11 @@ NOTICED, UNNOTICED = "noticed", "NOT NOTICED"
 
 RECOMPUTED = "tests/test_whole_step.py::test_three_steps_equal_a_recomputation_in_plain_torch"
 TESTS = {
-    "trainer/advantages.py": ["tests/test_ppo.py", "tests/test_value_scale.py"],
+    "trainer/advantages.py": [
+        "tests/test_ppo.py",
+        "tests/test_value_scale.py",
+        "tests/test_mps.py::test_a_run_on_a_device_without_fp64_is_that_on_a_cpu[train_ppo]",
+    ],
     "trainer/losses.py": ["tests/test_ppo.py"],
     "trainer/train_ppo.py": [
         RECOMPUTED,
