@@ -14,6 +14,9 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k, dim=1).indices, 1.0)",
         ],
         "any row will do where there is none left": ["rows = index or [1]"],
+        "every tokens_per_forward is larger": [
+            "def score_all(batch: Batch, scorer: Scorer, token_budget: int=1, **more: float) -> list[Tensor]:"
+        ],
     },
     "trainer/train_ppo.py": {
         EXACTLY: ["stopped = 0 < args.target_kl <= total_kl / minibatch.tokens"],
@@ -30,7 +33,10 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
     },
     "trainer/options/missing_eos.py": {
-        EXACTLY: ["penalty = UNKNOWN if found.std <= LEAST_SPREAD else float(f'{found.std:.2g}')"]
+        EXACTLY: [
+            "penalty = UNKNOWN if found.std <= LEAST_SPREAD else float(f'{found.std:.2g}')",
+            "if found.std <= LEAST_SPREAD:",
+        ]
     },
     "trainer/advantages.py": {
         "float32 is the default": ["rewards = torch.zeros(mask.shape, device=mask.device)"],
