@@ -18,7 +18,7 @@ from steps import take_step
 from tiny import WORDS, flags, read_jsonl, run_files, write_jsonl
 from torch.nn.utils.rnn import pad_sequence
 
-from dataset.data_order import epoch_order
+from dataset.lm_dataset import epoch_order
 from model.loading import load_policy, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
