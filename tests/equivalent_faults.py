@@ -14,6 +14,9 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k, dim=1).indices, 1.0)",
         ],
         "any row will do where there is none left": ["rows = index or [1]"],
+        "every tokens_per_forward is larger": [
+            "def score_all(batch: Batch, scorer: Scorer, token_budget: int=1, **more: float) -> list[Tensor]:"
+        ],
     },
     "trainer/train_ppo.py": {
         EXACTLY: ["stopped = 0 < args.target_kl <= total_kl / minibatch.tokens"],
@@ -33,7 +36,10 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
     },
     "trainer/options/missing_eos.py": {
-        EXACTLY: ["penalty = UNKNOWN if statistics.std <= LEAST_SPREAD else float(f'{statistics.std:.2g}')"]
+        EXACTLY: [
+            "penalty = UNKNOWN if statistics.std <= LEAST_SPREAD else float(f'{statistics.std:.2g}')",
+            "if statistics.std <= LEAST_SPREAD:",
+        ]
     },
     "trainer/advantages.py": {
         "float32 is the default": ["rewards = torch.zeros(mask.shape, device=mask.device)"],
@@ -47,6 +53,10 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "flat = spread ** 2 <= NEARLY_CONSTANT * variance",
         ],
         "the last sum adds nothing": ["while n <= x.shape[1]:"],
+        "no mask takes in a response without a score": [
+            "rest = torch.where(scores.isnan(), 1.0, scores).float()[:, None]"
+        ],
+        "the sums of no numbers are 0": ["count = count or -1.0"],
     },
     "trainer/losses.py": {
         EXACTLY: [

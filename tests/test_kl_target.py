@@ -12,10 +12,10 @@ from trainer.runs.health import History, remedy_of
 from trainer.runs.optimizer_step import TrainState
 
 
-def controller(target=2.0, horizon=40, responses=4, coef=0.1, every=1):
+def controller(target=2.0, horizon=40, responses=4, coef=0.1, every=1, world_size=1):
     args = SimpleNamespace(kl_coef=coef, kl_target=target, kl_horizon=horizon, update_old_actor_freq=every)
     args.batch_size = responses
-    return KlTarget(args, TrainState(None, None, peak=1.0, total_steps=400), 1, lambda x: x)
+    return KlTarget(args, TrainState(None, None, peak=1.0, total_steps=400), world_size, lambda x: x)
 
 
 def follow(it, kls, batch=1, sum_over_processes=None):
@@ -62,6 +62,7 @@ def test_each_old_actor_counts_once_and_only_after_the_actor_has_learned(every, 
 
 def test_the_horizon_is_four_batches_and_one_shorter_than_a_batch_counts_as_one(files):
     assert controller(horizon=None, responses=16).horizon == 64
+    assert controller(horizon=None, responses=8, world_size=2).horizon == 64
     assert make_run(files, kl_target=1, kl_horizon=15)[0].kl.horizon == 16
 
 

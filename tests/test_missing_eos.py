@@ -17,9 +17,10 @@ from trainer.rollout import RolloutEngine
 # Counts the letter a, and keeps the scores of each call but the trial in a file of this process.
 COUNTING = """import json, os
 def score(prompts, responses, answers):
-    scores = [float(r.split().count("a")) * float(os.environ.get("UNIT", 1)) for r in responses]
+    unit = os.environ.get("UNIT", "1")
     if "The answer is 7." in responses:
-        return scores
+        return [1.0] * len(responses)
+    scores = [float(r.split().count("a")) * float(unit) if unit != "none" else None for r in responses]
     with open(f"{os.environ['SCORES']}_{os.environ.get('RANK', '0')}", "a") as file:
         file.write(json.dumps(scores) + "\\n")
     return scores
@@ -85,10 +86,11 @@ def test_it_is_the_standard_deviation_of_the_first_scores(files, one):
 
 @pytest.mark.parametrize(
     ("unit", "given", "chosen", "size"),
-    [("100", "", None, 32), ("0", "", 0.5, 72), ("1", 0, 0, 32)],
+    [("100", "", None, 32), ("0", "", 0.5, 72), ("none", "", 0.5, 32), ("1", 0, 0, 32)],
 )
 def test_it_follows_the_scale(unit, given, chosen, size, files, one, tmp_path, scores, monkeypatch, capsys):
-    """A half where all are alike, and what is given where it is; at most 64 answers are looked at."""
+    """A half where all are alike or none has a score, and what is given where it is; at most 64 answers are
+    looked at."""
     monkeypatch.setenv("UNIT", unit)
     flag = {} if given == "" else {"missing_eos_penalty": given}
     train_ppo.main(argv_of(files, tmp_path, max_steps=1, batch_size=size, **flag))
@@ -100,9 +102,10 @@ def test_it_follows_the_scale(unit, given, chosen, size, files, one, tmp_path, s
     assert (f"penalty  {chosen:g} for a response that does not end" in out) == (given == "")
     if given == "":
         (line,) = (line for line in out.splitlines() if line.startswith("penalty "))
-        why = ": all 64 scored 0, without a spread to follow, so half of a reward of 1; "
-        assert (why in line) == (unit == "0")
-        assert ("have the standard deviation" in line) == (unit != "0")
+        half = ", so half of a reward of 1; "
+        assert (f": all 64 scored 0, without a spread to follow{half}" in line) == (unit == "0")
+        assert (f": no response had a score{half}" in line) == (unit == "none")
+        assert (": the scores of 32 responses have the standard deviation" in line) == (unit == "100")
         assert re.search(rf"; [1-9]\d* of {min(size, 64)} ended$", line)
 
 

@@ -51,6 +51,7 @@ def test_without_an_evaluation_there_is_no_sampler(files):
     assert not any(parts.get("sampler") for parts in run.plan.phases.values())
     batch, items = one_batch(run)
     assert batch.texts == [item.response for item in items] and batch.prompts == items
+    assert batch.finished.tolist() == [True] * len(items) and batch.finished.dtype == torch.bool
     metrics, _ = take_step(run, 0, items)
     assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
     assert 0 <= metrics["perf/reward_seconds"] < 1e-3 and metrics["perf/rollout_seconds"] > 0

@@ -482,7 +482,7 @@ def test_answers_without_a_score_leave_their_group():
         advantages, stds = adv.group_normalized(REWARDS, left, 4)
         assert not advantages.any() and not stds.any()
     nan = math.nan
-    scores = torch.tensor([1.0, nan, 1.0, 2.0, nan, 1.0, nan, nan, 0.1, 0.1, 0.1, nan])
+    scores = torch.tensor([1.0, nan, 1.0, 2.0, nan, 1.0, nan, nan, -0.1, -0.1, -0.1, nan])
     assert adv.scored_apart(scores, 4).tolist() == [True] * 4 + [False] * 8
     assert rows_of_equal_groups(scores, 4) == [*range(4, 12)]
 

@@ -14,7 +14,7 @@ from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.options.replay import FIELDS, Replay
 from trainer.runs.distributed import World
-from trainer.train_ppo import minibatch_order
+from trainer.train_ppo import cut_into_minibatches, minibatch_order
 
 CPU = torch.device("cpu")
 
@@ -107,3 +107,21 @@ def test_orders_by_hand_and_which_rows_are_the_newest():
     batch = SimpleNamespace(tokens=range(5), rows=list)
     assert Batch.newest(batch, 4) == [1, 2, 3, 4]
     assert Batch.newest(batch, 5) is batch
+
+
+def test_a_minibatch_is_divided_by_the_tokens_and_sequences_of_all_processes():
+    """By 1 token at least, as where no response has a score. The other process has no tokens here."""
+
+    class Two(World):
+        def collective(self, operation, *args):
+            pass
+
+    batch = rollout_of(0, 3)
+    batch.response_len = torch.tensor([1, 2, 3])
+    batch.scores[2] = torch.nan
+    args = SimpleNamespace(batch_size=3, mini_batch_size=1, num_generations=1)
+    args.replay_batches, args.ppo_epochs, args.seed = 0, 1, 0
+    cut = cut_into_minibatches(args, 5, batch, Two(0, 2, CPU))
+    found = {mb.batch.response_len.item(): mb.tokens for mb in cut}
+    assert found == {1: 1, 2: 2, 3: 1}
+    assert [(mb.sequences, mb.number) for mb in cut] == [(2, 15), (2, 16), (2, 17)]

@@ -82,6 +82,15 @@ def test_micro_batches_are_padded_on_the_right_and_come_back_in_row_order(monkey
     found, doubled = scoring.score_all(rollout, scorer, factor=2.0)
     assert found.tolist() == [[1, 1, 1, 1], [2, 2, 0, 0], [3, 3, 3, 0]]
     assert doubled.equal(2 * found)
+    asked = []
+
+    def of_rows(rows):
+        asked.append(sorted(rows))
+        return torch.zeros(len(rows), 4)
+
+    scoring.score_all(rollout, Numbers(of_rows), token_budget=12)
+    scoring.score_all(rollout, Numbers(of_rows), token_budget=1)  # less than the 4 above
+    assert sorted(asked) == [[0], [0, 1, 2], [1], [2]]
 
 
 def test_windows_are_short_in_the_block_and_what_they_were_behind_it():

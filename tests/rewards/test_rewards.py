@@ -118,6 +118,9 @@ def test_the_beginning_in_the_prompt_belongs_to_the_answer():
     )
     assert asked == [(question, after_thinking(GOOD)), (question, ""), (question, "Sure: 5")]
     assert found["thinking"].tolist() == [-0.25, 0, 0]
+    ended = [*question, tiny.assistant(TurnText("</think>", is_begun=True))]
+    found = Reward(thinking_reward=1.0)(tiny.request_of([begun, ended], [rest, rest], texts=["q", "q"]))
+    assert found["thinking"].tolist() == [-0.25, 0]
     asked.clear()
     found = Reward(models, reasoning=True)(tiny.request_of(prompts, responses))
     assert (found["format"].tolist(), found["marks"].tolist()) == ([0.5, 0, 0], [1, 0.25, 0])
@@ -176,10 +179,12 @@ RESPONSES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["rewards", "reasoning", "normalised", "judge"])
+@pytest.mark.parametrize("kind", ["rewards", "two functions", "reasoning", "normalised", "judge"])
 def test_each_response_of_a_batch_is_scored_as_if_it_were_alone(kind):
     """Part by part: with its own prompt, answer, record, length and end, and the scores of its own block."""
     reward = (EvalReward if kind == "judge" else Reward)(**ROWS, reasoning=kind == "reasoning")
+    if kind == "two functions":
+        reward.functions = {name: (steps_of, weight) for name, weight in (("f", 1.0), ("g", 0.5))}
     if kind == "normalised":
         reward.normalize_reward = True
         reward.running = {name: RunningStats(4, 0.5, 9.0) for name in ("m", "n", "server")}

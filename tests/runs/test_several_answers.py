@@ -11,6 +11,7 @@ from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.options.filter_groups import rows_of_equal_groups, scores_to_compare
 from trainer.rewards.combine import RawScores, Reward
+from trainer.rewards.reward_server import RewardServer
 from trainer.runs.metrics import Seconds
 
 
@@ -22,10 +23,11 @@ def test_rows_of_equal_groups():
 
 def test_the_first_batchs_scores_are_compared_as_they_are_before_they_are_normalised():
     """Without a mean and standard deviation the clip would make 5 and 9 equal."""
-    reward = Reward(reasoning=False, normalize_reward=True)
+    reward = Reward(reasoning=False, normalize_reward=True, server=RewardServer("http://localhost", 1))
     raw = RawScores({"server": torch.tensor([5.0, 9.0, 6.0])})
     assert scores_to_compare(reward, raw).tolist() == [5, 9, 6]
     learned = reward.combine(raw, ALONE)["score"]
+    assert learned.tolist() == pytest.approx([-0.981, 1.373, -0.392], abs=1e-3)
     assert scores_to_compare(reward, raw).equal(learned)
     plain = Reward(reasoning=False, functions={"function": (len, 1.0)})
     assert scores_to_compare(plain, RawScores({"function": torch.tensor([1.0])})).tolist() == [1]
