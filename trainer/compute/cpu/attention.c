@@ -120,6 +120,15 @@ typedef struct {
     int bf16;
 } cached;
 
+/* Ask memory for what is not shared, which is needed soon */
+INLINE void ask_for(n_t dim, cached x) {
+    n_t from = x.first > x.cut ? x.first : x.cut, size = x.bf16 ? 2 : 4;
+    for (n_t i = from * dim * size; i < padded(x.end) * dim * size; i += 64) {
+        __builtin_prefetch((const char *)x.keys + x.start * size + i);
+        __builtin_prefetch((const char *)x.values + x.start * size + i);
+    }
+}
+
 INLINE void attend(int count, float *out, const float *heads, n_t wide, n_t dim, cached x) {
     n_t room = padded(x.end), from = x.first / LANES * LANES;
     float p[count * room];
@@ -129,51 +138,46 @@ INLINE void attend(int count, float *out, const float *heads, n_t wide, n_t dim,
     mix_shared(count, out, wide, p, room, dim, x.values, x.bf16, x.shared, x.cut, x.start, x.first, x.end);
 }
 
-/* Ask for elements from `start` to `end` - 1 of x, which are needed soon */
-INLINE void ahead(const void *x, int bf16, n_t start, n_t end) {
-    n_t size = bf16 ? 2 : 4;
-    for (n_t i = start * size; i < end * size; i += 64) __builtin_prefetch((const char *)x + i);
-}
-
 /* One new token for each of n sequences -> out [n, heads, dim]. Row i of the cache holds the keys and values
  * of sequence i before position[i]: keys [slots, kv_heads, width / LANES, dim, LANES], so that scores are
  * computed vector by vector, and values [slots, kv_heads, width, dim], both in one dtype. qkv [n, heads +
  * 2 kv_heads, dim] has the new queries, keys and values. Queries and keys are normed, if there are weights for
  * it, and rotated; keys and values are written to the cache; then the queries attend to it.
  *
- * shared [3, n] is about sequences whose first tokens are the same: the order in which to compute the n, so that
- * these follow each other; and for each, in that order, a row that begins alike and with how many tokens. These
- * are read there, so that they come from memory once. */
+ * shared [n, 3] says which sequences begin alike, as the answers to a prompt do. In the order of computing, in
+ * which these follow each other, it has a row, another row, and how many of the first tokens to read there, so
+ * that they come from memory once. */
 void decode_attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t kv_heads, n_t dim, n_t width, n_t window,
                       float scale, float eps, const void *qkv, const void *cos, const void *sin,
                       const void *q_norm, const void *k_norm, const void *position, void *keys, void *values,
                       void *out, const void *shared) {
     n_t group = heads / kv_heads, wide = padded(dim); /* group: the number of query heads with the same key */
-    const n_t *order = shared, *leader = order + n, *alike = leader + n;
-    TASKS
-    for (n_t task = 0; task < n * kv_heads; task++) {
-        n_t place = task / kv_heads, row = order[place], kv_head = task % kv_heads;
-        n_t last = ((const n_t *)position)[row], first = last >= window ? last - window + 1 : 0;
-        n_t start = (row * kv_heads + kv_head) * width * dim;
-        n_t own = row * (heads + 2 * kv_heads), key = (own + heads + kv_head) * dim, query = own + kv_head * group;
-        int in = is_bf16(bf16, 0), kept = is_bf16(bf16, 6);
-        n_t cut = alike[place] / LANES * LANES, from = first / LANES * LANES > cut ? first / LANES * LANES : cut;
-        if (task + 1 < n * kv_heads) {
-            n_t nplace = (task+1) / kv_heads, nrow = order[nplace], nkv = (task+1) % kv_heads;
-            n_t nlast = ((const n_t *)position)[nrow];
-            n_t ncut = leader[nplace] == nrow ? 0 : alike[nplace] / LANES * LANES, nstart = (nrow * kv_heads + nkv) * width * dim;
-            ahead(keys, kept, nstart + ncut * dim, nstart + (nlast / LANES + 1) * LANES * dim);
-            ahead(values, kept, nstart + ncut * dim, nstart + (nlast + 1) * dim);
+    int in = is_bf16(bf16, 0), kept = is_bf16(bf16, 6);
+    ROWS for (n_t task = 0; task < n * kv_heads; task++) {
+        cached of[2]; /* of this task and the next */
+        for (n_t i = 0; i < 2 && task + i < n * kv_heads; i++) {
+            const n_t *alike = (const n_t *)shared + (task + i) / kv_heads * 3;
+            n_t last = ((const n_t *)position)[alike[0]], head = (task + i) % kv_heads;
+            of[i].shared = (alike[1] * kv_heads + head) * width * dim;
+            of[i].cut = alike[2] / LANES * LANES;
+            of[i].start = (alike[0] * kv_heads + head) * width * dim;
+            of[i].first = last >= window ? last - window + 1 : 0;
+            of[i].end = last + 1;
+            of[i].keys = keys, of[i].values = values, of[i].bf16 = kept;
+            if (i) ask_for(dim, of[i]);
         }
+        cached x = of[0];
+        n_t row = x.start / (kv_heads * width * dim), kv_head = task % kv_heads, last = x.end - 1;
+        n_t own = row * (heads + 2 * kv_heads), key = (own + heads + kv_head) * dim, query = own + kv_head * group;
         float c[wide], s[wide], head[wide], q[group * wide], result[4 * wide];
         read_head(c, wide, cos, is_bf16(bf16, 1), row * dim, dim);
         read_head(s, wide, sin, is_bf16(bf16, 2), row * dim, dim);
         read_head(head, wide, qkv, in, key + kv_heads * dim, dim);
-        write_head(values, kept, start + last * dim, dim, head);
+        write_head(values, kept, x.start + last * dim, dim, head);
         read_head(head, wide, qkv, in, key, dim);
         if (k_norm) norm_head(head, wide, dim, k_norm, is_bf16(bf16, 4), eps);
         turn(head, dim, c, s, 1);
-        n_t at_key = start + last / LANES * LANES * dim + last % LANES;
+        n_t at_key = x.start + last / LANES * LANES * dim + last % LANES;
         for (n_t d = 0; d < dim; d++) store(keys, kept, at_key + d * LANES, 1, all(head[d]));
         for (n_t i = 0; i < group; i++) {
             read_head(q + i * wide, wide, qkv, in, (query + i) * dim, dim);
@@ -181,8 +185,6 @@ void decode_attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t kv_heads, n_t
             turn(q + i * wide, dim, c, s, 1);
             EACH(d, wide) put(q + i * wide + d, scale * at(q + i * wide + d));
         }
-        n_t begins = (leader[place] * kv_heads + kv_head) * width * dim;
-        cached x = {keys, values, begins, cut, start, first, last + 1, kept};
         for (n_t i = 0, count; i < group; i += count) {
             count = group - i < 4 ? group - i : 4;
             if (count == 4) attend(4, result, q + i * wide, wide, dim, x);

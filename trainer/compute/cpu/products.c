@@ -1,8 +1,9 @@
 /* Matrix products of few rows, whose time goes into reading the weights: they lie in the order of reading. */
 #include "vectors.h"
 
-/* A tile is what sums in registers can hold: so many rows of x times a panel of so many columns */
-enum { TILE = LANES == 16 ? 8 : 4, PANEL = 3 * LANES, ROW_BLOCK = 128 };
+/* A tile is what sums in registers can hold: so many rows of x times a panel of so many columns. Of the sum of a
+ * result, so many terms are added at a time, because long sums of fp32 numbers lose digits. */
+enum { TILE = LANES == 16 ? 8 : 4, PANEL = 3 * LANES, ROW_BLOCK = 128, TERMS = 256 };
 
 int panel_columns(n_t bf16, n_t threads) { return PANEL; }
 
@@ -29,24 +30,29 @@ void linear(n_t bf16, n_t threads, n_t rows, n_t in, const void *x, const void *
             const float *w = (const float *)packed + p * in * PANEL;
             for (n_t row = first; row < end; row += TILE) {
                 const float *own[TILE];
-                vec sums[TILE][3] = {{{0}}};
+                vec total[TILE][3] = {{{0}}};
                 for (int i = 0; i < TILE; i++) own[i] = (const float *)x + (row + i < end ? row + i : row) * in;
                 n_t number = (row - first) / TILE;
                 const float *ahead = w + (in * PANEL) + (number < 3 ? number : 0) * in * LANES;
-                for (n_t k = 0; k < in; k++) {
-                    vec a = at(w + k * PANEL), b = at(w + k * PANEL + LANES), c = at(w + k * PANEL + 2 * LANES);
-                    __builtin_prefetch(ahead + k * LANES, 0, 2);
-                    for (int i = 0; i < TILE; i++) {
-                        vec s = all(own[i][k]);
-                        sums[i][0] += s * a;
-                        sums[i][1] += s * b;
-                        sums[i][2] += s * c;
+                for (n_t k = 0; k < in;) {
+                    vec sums[TILE][3] = {{{0}}};
+                    for (n_t last = in - k < TERMS ? in : k + TERMS; k < last; k++) {
+                        vec a = at(w + k * PANEL), b = at(w + k * PANEL + LANES), c = at(w + k * PANEL + 2 * LANES);
+                        __builtin_prefetch(ahead + k * LANES, 0, 2);
+                        for (int i = 0; i < TILE; i++) {
+                            vec s = all(own[i][k]);
+                            sums[i][0] += s * a;
+                            sums[i][1] += s * b;
+                            sums[i][2] += s * c;
+                        }
                     }
+                    for (int i = 0; i < TILE; i++)
+                        for (int j = 0; j < 3; j++) total[i][j] += sums[i][j];
                 }
                 for (int i = 0; i < TILE && row + i < end; i++)
                     for (n_t j = 0; j < 3 && p * PANEL + j * LANES < out; j++) {
                         n_t column = p * PANEL + j * LANES;
-                        vec s = sums[i][j];
+                        vec s = total[i][j];
                         if (bias) s += load(bias, 0, column, out - column);
                         store(y, 0, (row + i) * out + column, out - column, s);
                     }
