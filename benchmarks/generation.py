@@ -13,8 +13,8 @@ A real model, on a CPU, by itself:
 
     python benchmarks/generation.py --model DIR [--dtypes float32] [--threads 1]
 
-Prompts of 55 tokens, each with four answers of at most 64, as PPO samples them: 8 prompts, and 32. One token in
-48 ends an answer, so lengths vary. "of machine": the operations that the sampled tokens need, each prompt
+Prompts of 55 tokens, each with four answers of at most 64, as PPO samples them: 8 prompts, and 32. One token
+in 48 ends an answer, so lengths vary. "of machine": the operations that the sampled tokens need, each prompt
 once, divided by those that a large matrix product of the same dtype reaches in the same seconds, on the same
 threads: measured before and after. ``generate`` gets all sequences at once, in the same dtype.
 

@@ -34,7 +34,7 @@ def numbers(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-# query heads, groups, head_dim, window, whether heads are normed: windows end behind, in and before what is shared
+# query heads, groups, head_dim, window, whether heads are normed. Windows end in and before what is shared
 HEADS = [(4, 4, 16, None, 0), (6, 2, 20, 30, 1), (7, 1, 6, 3, 0), (6, 2, 80, None, 1), (9, 3, 64, 11, 0)]
 
 

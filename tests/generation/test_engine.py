@@ -92,6 +92,8 @@ def test_answers_to_a_prompt_read_it_in_one_slot(model, monkeypatch):
     def decode_attention(n, *arguments):
         engine, table = sampler.engine, arguments[-1][:n].tolist()
         assert sorted(row for row, _, _ in table) == list(range(n))
+        leaders = [leader for _, leader, _ in table]
+        assert leaders == sorted(leaders)  # answers to a prompt follow each other
         mine = [engine.prompts[i] for i in engine.row[: engine.live].tolist()] + [()] * (n - engine.live)
         assert len({mine[row] for row, _, length in table if not length} - {()}) == len(set(mine) - {()})
         for row, leader, length in table:

@@ -219,7 +219,7 @@ class Engine:
         self._share()
 
     def _share(self):
-        """Tell a CPU's cache which prompts are in the slots, so that it reads each once for all its answers."""
+        """Tell a CPU's cache which prompts are in the slots: it reads each once for all its answers."""
         if self.cache.block:
             self.cache.share([self.prompts[row] for row in self.row[: self.live].tolist()])
 

@@ -81,9 +81,9 @@ class KVCache(Cache):
         self.delta: Tensor | None = None  # what the next layer has still to add to the states
 
     def share(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """The first slots hold sequences that begin with these prompts. Where several begin with the same one,
-        compiled attention on a CPU reads it in the first of their slots, once for all of them. Call it whenever
-        sequences have come or moved."""
+        """The first slots hold sequences that begin with these prompts. Where several have the same one,
+        compiled attention on a CPU reads it in the first of their slots, once for all of them. Only for a
+        cache with a ``block``; call it whenever sequences have come or moved."""
         first: dict[tuple[int, ...], int] = {}
         places = sorted((first.setdefault(prompt, slot), slot) for slot, prompt in enumerate(prompts))
         rows = [(slot, leader, len(prompts[slot]) if slot != leader else 0) for leader, slot in places]

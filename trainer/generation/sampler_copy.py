@@ -53,12 +53,12 @@ class JoinedLinear(nn.Module):
     def put(self, number: int, x: Tensor) -> None:
         """Copy x, the weight [out, in] or the bias [out] of the layer with this number."""
         first = sum(self.sizes[:number])
-        if x.dim() == 1:
-            self.bias[first : first + len(x)] = x
-        elif self.kernels is not None:
+        if x.dim() == 2 and self.kernels is not None:
             self.kernels.over_rows("pack_weight", x.float().contiguous(), self.weight, first)
-        else:
+        elif x.dim() == 2:
             self.weight[first : first + len(x)] = x
+        elif self.bias is not None:
+            self.bias[first : first + len(x)] = x
 
     def pack(self) -> None:
         """Make oneDNN's layout of the weights, which are not needed any more then."""

@@ -37,12 +37,12 @@ INLINE void turn(float *head, n_t dim, const float *cos, const float *sin, float
     }
 }
 
-/* The next functions compute `count` heads at a time (at most 4), so that keys and values are read once for all
- * of them, and two vectors of each, because a sum waits for its last addition. They are inlined with a count
- * that the compiler knows, so that sums stay in registers.
+/* The next functions compute `count` heads at a time (at most 4), so that keys and values are read once for
+ * all of them, and two vectors of each, because a sum waits for its last addition. They are inlined with a
+ * count that the compiler knows, so that sums stay in registers.
  *
- * out[i][t] = heads[i] . column t, for the columns of one or two blocks, from column t on. Columns lie in blocks
- * [dim, LANES] from element `start` of x on. */
+ * out[i][t] = heads[i] . column t, for the columns of one or two blocks, from column t on. Columns lie in
+ * blocks [dim, LANES] from element `start` of x on. */
 INLINE void dots_of_blocks(int count, int blocks, float *out, n_t room, const float *heads, n_t wide, n_t dim,
                            const void *x, int bf16, n_t start, n_t t) {
     vec sums[4][2] = {{{0}}};
@@ -64,8 +64,8 @@ INLINE void dots(int count, float *out, n_t room, const float *heads, n_t wide, 
     if (t < end) dots_of_blocks(count, 1, out, room, heads, wide, dim, x, bf16, start, t);
 }
 
-/* sums[i] += sum over t of p[i][t] * (one or two vectors of row t, from number d on), for the rows from `first`
- * to `end` - 1. Rows [.., dim] begin at element `start` of x. */
+/* sums[i] += sum over t of p[i][t] * (one or two vectors of row t, from number d on), for the rows from
+ * `first` to `end` - 1. Rows [.., dim] begin at element `start` of x. */
 INLINE void add_rows(int count, int vectors, vec sums[4][2], const float *p, n_t room, n_t dim, const void *x,
                      int bf16, n_t start, n_t d, n_t first, n_t end) {
     for (n_t t = first; t < end; t++)
@@ -112,8 +112,8 @@ INLINE void scatter_add(int count, float *rows, n_t wide, const float *p, n_t ro
     }
 }
 
-/* The cached keys and values of one sequence and kv head, of which tokens first to end - 1 are read: from element
- * `start` on, those before `cut`, a multiple of LANES, from `shared` on */
+/* The cached keys and values of one sequence and kv head, of which tokens first to end - 1 are read: from
+ * element `start` on, those before `cut`, a multiple of LANES, from `shared` on */
 typedef struct {
     const void *keys, *values;
     n_t shared, cut, start, first, end;
@@ -168,7 +168,8 @@ void decode_attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t kv_heads, n_t
         }
         cached x = of[0];
         n_t row = x.start / (kv_heads * width * dim), kv_head = task % kv_heads, last = x.end - 1;
-        n_t own = row * (heads + 2 * kv_heads), key = (own + heads + kv_head) * dim, query = own + kv_head * group;
+        n_t own = row * (heads + 2 * kv_heads), key = (own + heads + kv_head) * dim;
+        n_t query = own + kv_head * group;
         float c[wide], s[wide], head[wide], q[group * wide], result[4 * wide];
         read_head(c, wide, cos, is_bf16(bf16, 1), row * dim, dim);
         read_head(s, wide, sin, is_bf16(bf16, 2), row * dim, dim);
