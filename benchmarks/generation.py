@@ -9,27 +9,55 @@ measured once there (``peer_cases``): the engine without its parts, transformers
 CPU: continuous.py), and at fixed lengths vLLM where it is installed. One that fails is a line in the results,
 and the others go on.
 
+A real model, on a CPU, by itself:
+
+    python benchmarks/generation.py --model DIR [--dtypes float32] [--threads 1]
+
+Prompts of 55 tokens, each with four answers of at most 64, as PPO samples them: 8 prompts, and 32. One token
+in 48 ends an answer, so lengths vary. "of machine": the operations that the sampled tokens need, each prompt
+once, divided by those that a large matrix product of the same dtype reaches in the same seconds, on the same
+threads: measured before and after. ``generate`` gets all sequences at once, in the same dtype.
+
 "of copy rate": the bytes that decoding has to read (every weight once a step, and the keys and values of the
 tokens before), as a share of what a large copy reads and writes in the same time.
 """
 
+import argparse
 import copy
 import gc
+import itertools
 import random
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
 
 import torch
-from common import EOS, PAD, VOCABULARY, copy_rate, in_turns, installed, policy, show, spread, vocabulary_of
+from common import (
+    EOS,
+    PAD,
+    VOCABULARY,
+    copy_rate,
+    in_turns,
+    installed,
+    matrix_rate,
+    policy,
+    show,
+    spread,
+    table,
+    vocabulary_of,
+    write_results,
+)
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from update import weights_per_token
 
 from errors import first_line
+from model.loading import load_policy
 from trainer.compute import kernels
+from trainer.compute.memory import keep_freed_memory
 from trainer.compute.precision import fast_dtype, set_precision
 from trainer.compute.scoring import pack_sequences
 from trainer.generation.cuda_graphs import CudaGraphs
@@ -283,7 +311,102 @@ def cases(device):
     ]
 
 
+# ------------------------------------------------------------------------------------------- a real model
+
+ANSWERS = 4  # to each prompt
+ENDS = 48  # one token in so many is an EOS
+
+
+def needed_operations(model, prompts, response_lens):
+    """Of a forward over each prompt once and over every token of its answers but the last. prompts: one a
+    response, the same ones next to each other."""
+    config = model.config
+    once = [len(prompt) for prompt, _ in itertools.groupby(prompts)]
+    tokens = sum(once) + sum(response_lens) - len(prompts)
+    head = model.get_output_embeddings().weight.numel() * sum(response_lens)
+    pairs = sum(n * (n + 1) / 2 for n in once)
+    for prompt, length in zip(prompts, response_lens, strict=True):
+        whole = len(prompt) + length - 1
+        pairs += (whole * (whole + 1) - len(prompt) * (len(prompt) + 1)) / 2
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    return 2 * (weights_per_token(model) * tokens + head) + 4 * config.num_hidden_layers * width * pairs
+
+
+def measure_model(path, groups, dtype, repetitions=REPETITIONS - 1):
+    """``groups`` prompts with ``ANSWERS`` answers each, beside ``generate``."""
+    keep_freed_memory()
+    base = load_policy(path)
+    theirs = copy.deepcopy(base).to(getattr(torch, dtype))
+    pack_sequences(base.base_model)
+    vocabulary = base.config.vocab_size
+    prompts = [p for p in make_prompts(groups, 55, 55, vocabulary=vocabulary) for _ in range(ANSWERS)]
+    ends = list(range(0, vocabulary, ENDS))
+    sampler = Sampler(base, getattr(torch, dtype))
+    keys = noise_keys(0, 0, range(len(prompts)))
+    ids = torch.tensor(prompts)
+    rates = defaultdict(list)
+
+    def ours(new_tokens=64):
+        return sampler.sample(prompts, keys, ends, new_tokens, 1.0).response_len.tolist()
+
+    def generated(new_tokens=64):
+        sampling = WHOLE_SOFTMAX | {"eos_token_id": ends}
+        with torch.no_grad():
+            out = theirs.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **sampling
+            )
+        ended = torch.isin(out[:, ids.shape[1] :], torch.tensor(ends)).int()
+        return torch.where(ended.any(1), ended.argmax(1) + 1, ended.shape[1]).tolist()
+
+    for work in (ours, generated):
+        work(2)
+    for _ in range(repetitions):
+        for name, work in (("engine", ours), ("generate", generated)):
+            before = matrix_rate(getattr(torch, dtype))
+            start = time.perf_counter()
+            lengths = work()
+            seconds = time.perf_counter() - start
+            possible = seconds * (before + matrix_rate(getattr(torch, dtype))) / 2
+            rates[f"{name} tokens/s"].append(sum(lengths) / seconds)
+            rates[f"{name}, of machine"].append(needed_operations(base, prompts, lengths) / possible)
+    start = time.perf_counter()
+    sampler.load(base)
+    loading = time.perf_counter() - start
+    pairs = zip(rates["engine tokens/s"], rates["generate tokens/s"], strict=True)
+    return {
+        "answers": f"{groups} x {ANSWERS}",
+        "dtype": dtype,
+        **{name: spread(found, 0 if name.endswith("s/s") else 2) for name, found in rates.items()},
+        "ratio": spread([a / b for a, b in pairs], 2),
+        "load, seconds": round(loading, 2),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="a directory of transformers")
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    results = []
+    for dtype in args.dtypes:
+        for groups in (8, 32):
+            results.append(measure_model(args.model, groups, dtype))
+            write_results("generation_model", {"results": results})
+    shown = [{k: show(v) if isinstance(v, dict) else v for k, v in result.items()} for result in results]
+    print(table(shown))
+
+
 def rows(results):
     for r in results:
         rates = {k: f"{v['median']:.0f}" for k, v in r.items() if isinstance(v, dict)}
         yield r | rates | ({"ratio": show(r["ratio"])} if rates else {})
+
+
+if __name__ == "__main__":
+    main()

@@ -149,6 +149,24 @@ def test_generation_beside_generate_and_other_peers(benchmark, monkeypatch):
     ]
 
 
+def test_a_real_model_beside_generate(benchmark, tmp_path):
+    """What has to be computed: a prompt once for its answers, and no answer's last token."""
+    generation = benchmark("generation")
+    model = benchmark("common").policy(TINY)
+    model.save_pretrained(tmp_path)
+    found = generation.measure_model(tmp_path, 2, "float32", repetitions=1)
+    rates = [found[f"{who} tokens/s"]["median"] for who in ("engine", "generate")]
+    assert found["ratio"]["median"] == pytest.approx(rates[0] / rates[1], rel=0.05)
+    assert 0 < found["engine, of machine"]["median"] < 1
+    counted = generation.needed_operations(model, [[2] * 3, [2] * 3, [4] * 2], [2, 1, 3])
+    width, head = model.config.hidden_size, model.config.hidden_size * model.config.vocab_size
+    tokens = 3 + 1 + 2 + 2
+    pairs = (1 + 2 + 3) + 4 + (1 + 2) + (3 + 4)
+    weights = generation.weights_per_token(model)
+    layers = model.config.num_hidden_layers
+    assert counted == 2 * (weights * tokens + head * 6) + 4 * layers * width * pairs
+
+
 def test_what_decoding_and_a_step_without_a_critic_need_by_hand(benchmark):
     generation, peers = benchmark("generation"), benchmark("peers")
     model = benchmark("common").policy(TINY, vocabulary=50)

@@ -232,7 +232,8 @@ def test_decoding(layers, case):
             keys = keys.unflatten(2, (-1, block)).transpose(3, 4).contiguous()
         out = joint.new_empty(n, heads, dim)
         sizes = n, heads, groups, dim, width, window or width, 0.3, 1e-3
-        layers.decode_attention(*sizes, joint, cos, sin, *norms, positions, keys, values, out)
+        shared = () if block is None else (torch.tensor([[3, 3, 0], [1, 1, 0], [0, 0, 0], [2, 2, 0]]),)
+        layers.decode_attention(*sizes, joint, cos, sin, *norms, positions, keys, values, out, *shared)
         if block:
             keys = keys.transpose(3, 4).flatten(2, 3)
 

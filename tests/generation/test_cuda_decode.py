@@ -179,6 +179,5 @@ def test_joined_weights_keep_their_place(dtype, monkeypatch):
     second, _ = answers(other, dtype, sampler=sampler)
     assert [x.weight.data_ptr() for x in joined] == before
     assert second.responses() == answers(other, dtype)[0].responses() != first.responses()
-    stored = [x.untyped_storage() for places in sampler.copy.places.values() for x in places]
-    stored = {x.data_ptr(): x.nbytes() for x in stored}
+    stored = {x.data_ptr(): x.nbytes() for x, _ in sampler.copy.storages}
     assert sum(stored.values()) == sum(p.numel() for p in model.parameters()) * dtype.itemsize

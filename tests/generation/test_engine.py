@@ -12,6 +12,7 @@ import torch
 from test_families import FAMILIES, PADDED, VOCAB, build
 from tiny import ROOT, refused, tiny_llama
 
+from trainer.compute.cpu import kernels as cpu
 from trainer.compute.precision import round_frozen
 from trainer.compute.scoring import PolicyScorer, pack_sequences, score_all
 from trainer.generation import kv_cache
@@ -80,6 +81,70 @@ def test_attention_reads_no_more_than_the_longest_live_row():
     assert keys[1, 0, 4].equal(x[1, 0, 0])
     assert keys[1, 0, :4].equal(x[1, 0, :4])
     assert keys.data_ptr() == cache.keys[0].data_ptr()  # a view: nothing is copied
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
+def test_answers_to_a_prompt_read_it_in_one_slot(model, monkeypatch):
+    """Whatever comes, ends and moves: a row reads, in a live row, only what its own prompt begins with."""
+    prompts = [[2 + (i + j) % 7 for j in range(20 + i)] for i in range(5) for _ in range(4)]
+    sampler, read, right = Sampler(model, slots=9), [], cpu.decode_attention
+
+    def decode_attention(n, *arguments):
+        engine, table = sampler.engine, arguments[-1][:n].tolist()
+        assert sorted(row for row, _, _ in table) == list(range(n))
+        leaders = [leader for _, leader, _ in table]
+        assert leaders == sorted(leaders)  # answers to a prompt follow each other
+        mine = [engine.prompts[i] for i in engine.row[: engine.live].tolist()] + [()] * (n - engine.live)
+        assert len({mine[row] for row, _, length in table if not length} - {()}) == len(set(mine) - {()})
+        for row, leader, length in table:
+            assert mine[row][:length] == mine[leader][:length] and length <= len(mine[row])
+            assert length in (0, len(mine[row]))
+            read.append(length)
+        return right(n, *arguments)
+
+    monkeypatch.setattr(cpu, "decode_attention", decode_attention)
+    together = sampler.sample(prompts, noise_keys(7, 3, range(20)), [0], 10, 1.0)
+    assert sum(x > 0 for x in read) > len(read) / 3
+    monkeypatch.setattr(cpu, "decode_attention", right)
+    share = KVCache.share
+    monkeypatch.setattr(KVCache, "share", lambda cache, mine: share(cache, [(i,) for i in range(len(mine))]))
+    alone = Sampler(model, slots=9).sample(prompts, noise_keys(7, 3, range(20)), [0], 10, 1.0)
+    assert together.tokens.equal(alone.tokens)
+    assert together.sampler_logprobs.equal(alone.sampler_logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_copy_has_the_weights_that_were_loaded_last(dtype, compiled, monkeypatch):
+    """In a layout of their own, with biases, the joined ones in their order; and nothing is kept twice but a
+    tied table."""
+    if not compiled:
+        monkeypatch.setattr(cpu, "library", lambda: None)
+    first, other = (build(FAMILIES["Qwen2"]()) for _ in range(2))
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(torch.randn_like(p))
+    pack_sequences(first.base_model)
+    sampler = Sampler(first, dtype)
+    sampler.copy.unload()
+    sampler.load(other)
+    x = torch.randn(3, other.config.hidden_size).to(dtype)
+    ours, theirs = sampler.copy.model.model.layers[1], other.model.layers[1]
+    attention, mlp = theirs.self_attn, theirs.mlp
+    parts = {
+        ours.self_attn.qkv: [attention.q_proj, attention.k_proj, attention.v_proj],
+        ours.self_attn.o_proj: [attention.o_proj],
+        ours.mlp.gate_up: [mlp.gate_proj, mlp.up_proj],
+        sampler.copy.model.lm_head: [other.lm_head],
+    }
+    for joined, linears in parts.items():
+        wanted = torch.cat([linear(x.float()) for linear in linears], -1)
+        assert (joined(x) - wanted).abs().max() < (
+            1e-5 if dtype == torch.float32 else 0.05
+        ) * wanted.abs().max()
+    if sampler.copy.joined[0].kernels is None and not sampler.copy.joined[0].is_blocked:
+        kept = sum(size for _, size in sampler.copy.storages) / dtype.itemsize
+        assert kept == sum(p.numel() for p in (*other.parameters(), other.lm_head.weight))
 
 
 def gap(policy, dtype, prompts=PROMPTS):

@@ -191,7 +191,7 @@ class Engine:
     def start(self, prompt_ids: list[list[int]], noise: Tensor, temperature: float) -> None:
         """Begin a call: all prompts wait, the longest first, so that similar ones are prefilled together.
         noise [B, longest response] fp64: of ``uniform``, or ``GREEDY``."""
-        self.prompt_ids = prompt_ids
+        self.prompts = [tuple(prompt) for prompt in prompt_ids]
         self.temperature = temperature
         self.limit = noise.shape[1]
         self.waiting = sorted(range(len(prompt_ids)), key=lambda i: (len(prompt_ids[i]), -i))
@@ -215,12 +215,18 @@ class Engine:
         groups = defaultdict(list)  # {prompt: its rows}
         for _ in range(free):
             row = self.waiting.pop()
-            groups[tuple(self.prompt_ids[row])].append(row)
+            groups[self.prompts[row]].append(row)
         prompts = list(groups)
         lengths = [len(prompt) for prompt in prompts]
         for index in micro_batches(lengths, tokens_per_forward(self.device)):
             self._prefill([prompts[i] for i in index], [groups[prompts[i]] for i in index])
         self.longest = max(self.longest, *lengths)
+        self._share()
+
+    def _share(self):
+        """Tell a CPU's cache which prompts are in the slots: it reads each once for all its answers."""
+        if self.cache.block:
+            self.cache.share([self.prompts[row] for row in self.row[: self.live].tolist()])
 
     def _prefill(self, prompts, groups):
         """Compute these prompts, and sample the first token of each row of their groups."""
@@ -321,6 +327,7 @@ class Engine:
             self.state[:, target] = self.state[:, source]
         self._clear_slots(len(stay))
         self.longest = int(self.position.max())
+        self._share()
 
 
 def _bucket(n, least, most):

@@ -6,6 +6,7 @@ can therefore be read through slices: a step copies no row, and attention reads 
 live row.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class KVCache(Cache):
         self.width = width + (-width % self.block if self.block else 0)
         if self.fused and not self.block:  # on a GPU, a step is bound by the number of its kernels
             tabulate_rotary(model, width)
+        self.shared: tuple[Tensor, ...] = ()  # what only a CPU's ``decode_attention`` takes
         self.numbers = torch.arange(max(slots, self.width), device=model.device)  # of slots, of columns
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
@@ -77,6 +79,16 @@ class KVCache(Cache):
         self.first = first
         self.positions: Tensor | None = None
         self.delta: Tensor | None = None  # what the next layer has still to add to the states
+
+    def share(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """The first slots hold sequences that begin with these prompts. Where several have the same one,
+        compiled attention on a CPU reads it in the first of their slots, once for all of them. Only for a
+        cache with a ``block``; call it whenever sequences have come or moved."""
+        first: dict[tuple[int, ...], int] = {}
+        places = sorted((first.setdefault(prompt, slot), slot) for slot, prompt in enumerate(prompts))
+        rows = [(slot, leader, len(prompts[slot]) if slot != leader else 0) for leader, slot in places]
+        rows += [(slot, slot, 0) for slot in range(len(rows), self.slots)]
+        self.shared = (torch.tensor(rows),)
 
     def decode(self, positions: Tensor, longest: int) -> Tensor | dict[str, Tensor]:
         """The next forward reads one token for each of the first n slots, at ``positions`` [n], all below
@@ -150,7 +162,7 @@ class KVCache(Cache):
         self.kernels.decode_attention(
             n, heads, kv_heads, dim, self.width, window or self.width,
             layer.scaling, float(self.config.rms_norm_eps),
-            qkv, cos, sin, *norms, self.positions, keys, values, out,
+            qkv, cos, sin, *norms, self.positions, keys, values, out, *self.shared,
         )  # fmt: skip
         return out
 

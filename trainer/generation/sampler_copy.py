@@ -8,6 +8,9 @@ models.py). ``rollout/sampler_gap`` logs how far the two differ."""
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,33 +20,58 @@ from transformers import PreTrainedModel
 from model.lora import merged
 from model.model_minimind import MoEFeedForward
 from trainer.compute.fused_layers import attention_forward, is_fused, mlp_forward
+from trainer.compute.kernels import kernels_for
 from trainer.compute.precision import onednn_takes_bf16
 from trainer.compute.scoring import pack_sequences
 
 
 class JoinedLinear(nn.Module):
-    """Linear layers with the same input, computed as one, from a copy of their weights in ``weight`` and
-    ``bias``. On a CPU these are laid out for products of few rows: transposed (fp32), or in oneDNN's blocked
-    layout (bf16), into which ``pack`` copies them once a rollout, not once a call. Other memory stays the
+    """Linear layers with the same input, computed as one, from a copy of their weights and biases.
+
+    A CPU reads the weights of few rows' products from layouts of their own: in fp32 that of products.c, in
+    bf16 oneDNN's, into which ``pack`` copies them once a rollout, not once a call. Other memory stays the
     same: CUDA graphs have captured its address, and on a CPU new memory would leave gaps that nothing else
     fits into."""
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor], on_cpu: bool) -> None:
         super().__init__()
+        like = weights[0]
         self.sizes = [len(x) for x in weights]
-        self.is_blocked = on_cpu and weights[0].dtype == torch.bfloat16 and onednn_takes_bf16()
-        transposed = on_cpu and not self.is_blocked
-        self.weight = torch.cat([x.t() for x in weights], 1).t() if transposed else torch.cat(weights)
-        self.bias = torch.cat(biases) if biases else None
+        shape = sum(self.sizes), like.shape[1]
+        self.kernels: Any = kernels_for(like) if on_cpu and like.dtype == torch.float32 else None
+        self.is_blocked = on_cpu and like.dtype == torch.bfloat16 and onednn_takes_bf16()
+        if self.kernels is not None:
+            self.weight = like.new_zeros(self.kernels.packed_shape(*shape))
+        elif on_cpu and not self.is_blocked:  # transposed, which other libraries read faster
+            self.weight = like.new_empty(shape[::-1]).t()
+        else:
+            self.weight = like.new_empty(shape)
+        self.bias = like.new_empty(shape[0]) if biases else None
+        for number, x in (*enumerate(weights), *enumerate(biases)):
+            self.put(number, x)
+
+    def put(self, number: int, x: Tensor) -> None:
+        """Copy x, the weight [out, in] or the bias [out] of the layer with this number."""
+        first = sum(self.sizes[:number])
+        if x.dim() == 2 and self.kernels is not None:
+            self.kernels.over_rows("pack_weight", x.float().contiguous(), self.weight, first)
+        elif x.dim() == 2:
+            self.weight[first : first + len(x)] = x
+        elif self.bias is not None:
+            self.bias[first : first + len(x)] = x
 
     def pack(self) -> None:
-        """Make the blocked layout of the weights, which are not needed any more then."""
+        """Make oneDNN's layout of the weights, which are not needed any more then."""
         if self.is_blocked:
             self.blocked: Tensor | None = torch.ops.mkldnn._reorder_linear_weight(self.weight, 64)
             self.weight.untyped_storage().resize_(0)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., sum of out]"""
+        if self.kernels is not None:
+            y = x.new_empty(*x.shape[:-1], sum(self.sizes))
+            self.kernels.over_rows("linear", x.contiguous(), self.weight, self.bias, y, y.shape[-1])
+            return y
         if self.is_blocked:
             return torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
@@ -64,17 +92,19 @@ class SamplerCopy:
                 x.data = x.data.to(dtype)
         self.model.to(device)
         self._lay_out(device.type == "cpu")
-        storages = [place.untyped_storage() for places in self.places.values() for place in places]
+        tensors = [p.data for p in self.model.parameters()]
+        tensors += [x for layer in self.joined for x in (layer.weight, layer.bias) if x is not None]
+        storages = [x.untyped_storage() for x in tensors]
         self.storages = [(storage, storage.nbytes()) for storage in storages]
         for layer in self.joined:
             layer.pack()
 
     def _lay_out(self, on_cpu):
         """Lay the weights out as products read them fastest: linear layers of a fused layer that have the
-        same input are joined, and on a CPU all others are laid out too. ``places``: {name of a weight: the
-        tensors that it is copied to}, more than one for a tied head on a CPU."""
+        same input are joined, and on a CPU all others are laid out too. ``places``: {name of a weight: what
+        copies a new one to its place}, more than one for a tied head on a CPU."""
         names = {p: name for name, p in self.model.named_parameters()}
-        self.places: dict[str, list[Tensor]] = defaultdict(list)
+        self.places: dict[str, list[Callable[[Tensor], object]]] = defaultdict(list)
         self.joined: list[JoinedLinear] = []
 
         def joined(*linears):
@@ -82,11 +112,8 @@ class SamplerCopy:
             biases = [linear.bias for linear in linears if linear.bias is not None]
             layer = JoinedLinear(weights, biases, on_cpu)
             self.joined.append(layer)
-            parts = layer.weight.split(layer.sizes)  # views, as those of the biases
-            if layer.bias is not None:
-                parts += layer.bias.split(layer.sizes)
-            for p, part in zip([*weights, *biases], parts, strict=True):
-                self.places[names[p]].append(part)
+            for number, p in (*enumerate(weights), *enumerate(biases)):
+                self.places[names[p]].append(partial(layer.put, number))
             return layer
 
         # Not the linear layers: what has been joined goes, so that there are never two copies of all weights.
@@ -103,7 +130,7 @@ class SamplerCopy:
             if isinstance(module, MoEFeedForward):
                 module.all_in_steps = not on_cpu
         for p in self.model.parameters():
-            self.places[names[p]].append(p.data)
+            self.places[names[p]].append(p.data.copy_)
 
     def unload(self) -> None:
         """Free the memory of all weights, which keep their shapes and views, until the next ``load``."""
@@ -119,7 +146,7 @@ class SamplerCopy:
             if not storage.nbytes():
                 storage.resize_(size)
         for name, x in merged(policy):
-            for place in self.places.get(name, ()):
-                place.copy_(x)
+            for copy_to_place in self.places.get(name, ()):
+                copy_to_place(x)
         for layer in self.joined:
             layer.pack()

@@ -37,35 +37,68 @@ INLINE void turn(float *head, n_t dim, const float *cos, const float *sin, float
     }
 }
 
-/* The next three functions compute `count` heads at a time (at most 4), so that keys and values are read once
- * for all of them. They are inlined with a count that the compiler knows, so that sums stay in registers.
+/* The next functions compute `count` heads at a time (at most 4), so that keys and values are read once for
+ * all of them, and two vectors of each, because a sum waits for its last addition. They are inlined with a
+ * count that the compiler knows, so that sums stay in registers.
  *
- * out[i][t] = heads[i] . column t, for columns from `from`, a multiple of LANES, to `end` - 1. Columns lie in
+ * out[i][t] = heads[i] . column t, for the columns of one or two blocks, from column t on. Columns lie in
  * blocks [dim, LANES] from element `start` of x on. */
+INLINE void dots_of_blocks(int count, int blocks, float *out, n_t room, const float *heads, n_t wide, n_t dim,
+                           const void *x, int bf16, n_t start, n_t t) {
+    vec sums[4][2] = {{{0}}};
+    for (n_t d = 0; d < dim; d++)
+        for (int j = 0; j < blocks; j++) {
+            vec column = load(x, bf16, start + (t + j * LANES) * dim + d * LANES, LANES);
+            for (int i = 0; i < count; i++) sums[i][j] += column * heads[i * wide + d];
+        }
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < blocks; j++) put(out + i * room + t + j * LANES, sums[i][j]);
+}
+
+/* The same for columns from `from`, a multiple of LANES, to `end` - 1 */
 INLINE void dots(int count, float *out, n_t room, const float *heads, n_t wide, n_t dim, const void *x,
                  int bf16, n_t start, n_t from, n_t end) {
-    for (n_t t = from; t < end; t += LANES) {
-        vec sums[4] = {{0}};
-        for (n_t d = 0; d < dim; d++) {
-            vec column = load(x, bf16, start + t * dim + d * LANES, LANES);
-            for (int i = 0; i < count; i++) sums[i] += column * heads[i * wide + d];
+    n_t t = from;
+    for (; t + LANES < end; t += 2 * LANES)
+        dots_of_blocks(count, 2, out, room, heads, wide, dim, x, bf16, start, t);
+    if (t < end) dots_of_blocks(count, 1, out, room, heads, wide, dim, x, bf16, start, t);
+}
+
+/* sums[i] += sum over t of p[i][t] * (one or two vectors of row t, from number d on), for the rows from
+ * `first` to `end` - 1. Rows [.., dim] begin at element `start` of x. */
+INLINE void add_rows(int count, int vectors, vec sums[4][2], const float *p, n_t room, n_t dim, const void *x,
+                     int bf16, n_t start, n_t d, n_t first, n_t end) {
+    for (n_t t = first; t < end; t++)
+        for (int j = 0; j < vectors; j++) {
+            n_t number = d + j * LANES;
+            vec row = load(x, bf16, start + t * dim + number, dim - number);
+            for (int i = 0; i < count; i++) sums[i][j] += row * p[i * room + t];
         }
-        for (int i = 0; i < count; i++) put(out + i * room + t, sums[i]);
-    }
 }
 
 /* out[i] = sum over t of p[i][t] * row t, for the rows from `first` to `end` - 1. Rows [.., dim] begin at
- * element `start` of x. */
+ * element `start` of x, but at `shared` those before row `cut`. */
+INLINE void mix_shared(int count, float *out, n_t wide, const float *p, n_t room, n_t dim, const void *x,
+                       int bf16, n_t shared, n_t cut, n_t start, n_t first, n_t end) {
+    n_t own = cut > first ? cut : first;
+    for (n_t d = 0, vectors; d < dim; d += vectors * LANES) {
+        vec sums[4][2] = {{{0}}};
+        vectors = d + LANES < dim ? 2 : 1;
+        if (vectors == 2) {
+            add_rows(count, 2, sums, p, room, dim, x, bf16, shared, d, first, cut);
+            add_rows(count, 2, sums, p, room, dim, x, bf16, start, d, own, end);
+        } else {
+            add_rows(count, 1, sums, p, room, dim, x, bf16, shared, d, first, cut);
+            add_rows(count, 1, sums, p, room, dim, x, bf16, start, d, own, end);
+        }
+        for (int i = 0; i < count; i++)
+            for (n_t j = 0; j < vectors; j++) put(out + i * wide + d + j * LANES, sums[i][j]);
+    }
+}
+
 INLINE void mix(int count, float *out, n_t wide, const float *p, n_t room, n_t dim, const void *x, int bf16,
                 n_t start, n_t first, n_t end) {
-    EACH(d, dim) {
-        vec sums[4] = {{0}};
-        for (n_t t = first; t < end; t++) {
-            vec row = load(x, bf16, start + t * dim + d, dim - d);
-            for (int i = 0; i < count; i++) sums[i] += row * p[i * room + t];
-        }
-        for (int i = 0; i < count; i++) put(out + i * wide + d, sums[i]);
-    }
+    mix_shared(count, out, wide, p, room, dim, x, bf16, start, first, start, first, end);
 }
 
 /* rows[t] += sum over i of p[i][t] * heads[i]: the gradient of the two functions above */
@@ -79,62 +112,88 @@ INLINE void scatter_add(int count, float *rows, n_t wide, const float *p, n_t ro
     }
 }
 
-/* The cached keys and values of one sequence and kv head: from element `start` on; tokens first to end - 1 are
- * read */
+/* The cached keys and values of one sequence and kv head, of which tokens first to end - 1 are read: from
+ * element `start` on, those before `cut`, a multiple of LANES, from `shared` on */
 typedef struct {
     const void *keys, *values;
-    n_t start, first, end;
+    n_t shared, cut, start, first, end;
     int bf16;
 } cached;
 
+/* Ask memory for what is not shared, which is needed soon */
+INLINE void ask_for(n_t dim, cached x) {
+    n_t from = x.first > x.cut ? x.first : x.cut, size = x.bf16 ? 2 : 4;
+    for (n_t i = from * dim * size; i < padded(x.end) * dim * size; i += 64) {
+        __builtin_prefetch((const char *)x.keys + x.start * size + i);
+        __builtin_prefetch((const char *)x.values + x.start * size + i);
+    }
+}
+
 INLINE void attend(int count, float *out, const float *heads, n_t wide, n_t dim, cached x) {
-    n_t room = padded(x.end);
+    n_t room = padded(x.end), from = x.first / LANES * LANES;
     float p[count * room];
-    dots(count, p, room, heads, wide, dim, x.keys, x.bf16, x.start, x.first / LANES * LANES, x.end);
+    dots(count, p, room, heads, wide, dim, x.keys, x.bf16, x.shared, from, x.cut);
+    dots(count, p, room, heads, wide, dim, x.keys, x.bf16, x.start, x.cut > from ? x.cut : from, x.end);
     for (int i = 0; i < count; i++) softmax(p + i * room, room, x.first, x.end);
-    mix(count, out, wide, p, room, dim, x.values, x.bf16, x.start, x.first, x.end);
+    mix_shared(count, out, wide, p, room, dim, x.values, x.bf16, x.shared, x.cut, x.start, x.first, x.end);
 }
 
 /* One new token for each of n sequences -> out [n, heads, dim]. Row i of the cache holds the keys and values
  * of sequence i before position[i]: keys [slots, kv_heads, width / LANES, dim, LANES], so that scores are
  * computed vector by vector, and values [slots, kv_heads, width, dim], both in one dtype. qkv [n, heads +
  * 2 kv_heads, dim] has the new queries, keys and values. Queries and keys are normed, if there are weights for
- * it, and rotated; keys and values are written to the cache; then the queries attend to it. */
+ * it, and rotated; keys and values are written to the cache; then the queries attend to it.
+ *
+ * shared [n, 3] says which sequences begin alike, as the answers to a prompt do. In the order of computing, in
+ * which these follow each other, it has a row, another row, and how many of the first tokens to read there, so
+ * that they come from memory once. */
 void decode_attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t kv_heads, n_t dim, n_t width, n_t window,
                       float scale, float eps, const void *qkv, const void *cos, const void *sin,
                       const void *q_norm, const void *k_norm, const void *position, void *keys, void *values,
-                      void *out) {
-    n_t shared = heads / kv_heads, wide = padded(dim); /* shared: the number of query heads with the same key */
-    TASKS
-    for (n_t task = 0; task < n * kv_heads; task++) {
-        n_t row = task / kv_heads, kv_head = task % kv_heads, last = ((const n_t *)position)[row];
-        n_t first = last >= window ? last - window + 1 : 0, start = task * width * dim;
-        n_t own = row * (heads + 2 * kv_heads), key = (own + heads + kv_head) * dim, query = own + kv_head * shared;
-        int in = is_bf16(bf16, 0), kept = is_bf16(bf16, 6);
-        float c[wide], s[wide], head[wide], q[shared * wide], result[4 * wide];
+                      void *out, const void *shared) {
+    n_t group = heads / kv_heads, wide = padded(dim); /* group: the number of query heads with the same key */
+    int in = is_bf16(bf16, 0), kept = is_bf16(bf16, 6);
+    ROWS for (n_t task = 0; task < n * kv_heads; task++) {
+        cached of[2]; /* of this task and the next */
+        for (n_t i = 0; i < 2 && task + i < n * kv_heads; i++) {
+            const n_t *alike = (const n_t *)shared + (task + i) / kv_heads * 3;
+            n_t last = ((const n_t *)position)[alike[0]], head = (task + i) % kv_heads;
+            of[i].shared = (alike[1] * kv_heads + head) * width * dim;
+            of[i].cut = alike[2] / LANES * LANES;
+            of[i].start = (alike[0] * kv_heads + head) * width * dim;
+            of[i].first = last >= window ? last - window + 1 : 0;
+            of[i].end = last + 1;
+            of[i].keys = keys, of[i].values = values, of[i].bf16 = kept;
+            if (i) ask_for(dim, of[i]);
+        }
+        cached x = of[0];
+        n_t row = x.start / (kv_heads * width * dim), kv_head = task % kv_heads, last = x.end - 1;
+        n_t own = row * (heads + 2 * kv_heads), key = (own + heads + kv_head) * dim;
+        n_t query = own + kv_head * group;
+        float c[wide], s[wide], head[wide], q[group * wide], result[4 * wide];
         read_head(c, wide, cos, is_bf16(bf16, 1), row * dim, dim);
         read_head(s, wide, sin, is_bf16(bf16, 2), row * dim, dim);
         read_head(head, wide, qkv, in, key + kv_heads * dim, dim);
-        write_head(values, kept, start + last * dim, dim, head);
+        write_head(values, kept, x.start + last * dim, dim, head);
         read_head(head, wide, qkv, in, key, dim);
         if (k_norm) norm_head(head, wide, dim, k_norm, is_bf16(bf16, 4), eps);
         turn(head, dim, c, s, 1);
-        n_t place = start + last / LANES * LANES * dim + last % LANES;
-        for (n_t d = 0; d < dim; d++) store(keys, kept, place + d * LANES, 1, all(head[d]));
-        for (n_t i = 0; i < shared; i++) {
+        n_t at_key = x.start + last / LANES * LANES * dim + last % LANES;
+        for (n_t d = 0; d < dim; d++) store(keys, kept, at_key + d * LANES, 1, all(head[d]));
+        for (n_t i = 0; i < group; i++) {
             read_head(q + i * wide, wide, qkv, in, (query + i) * dim, dim);
             if (q_norm) norm_head(q + i * wide, wide, dim, q_norm, is_bf16(bf16, 3), eps);
             turn(q + i * wide, dim, c, s, 1);
             EACH(d, wide) put(q + i * wide + d, scale * at(q + i * wide + d));
         }
-        for (n_t i = 0, count; i < shared; i += count) {
-            count = shared - i >= 4 ? 4 : shared - i >= 2 ? 2 : 1;
-            cached x = {keys, values, start, first, last + 1, kept};
+        for (n_t i = 0, count; i < group; i += count) {
+            count = group - i < 4 ? group - i : 4;
             if (count == 4) attend(4, result, q + i * wide, wide, dim, x);
+            else if (count == 3) attend(3, result, q + i * wide, wide, dim, x);
             else if (count == 2) attend(2, result, q + i * wide, wide, dim, x);
             else attend(1, result, q + i * wide, wide, dim, x);
             for (n_t j = 0; j < count; j++)
-                write_head(out, is_bf16(bf16, 8), (row * heads + kv_head * shared + i + j) * dim, dim,
+                write_head(out, is_bf16(bf16, 8), (row * heads + kv_head * group + i + j) * dim, dim,
                            result + j * wide);
         }
     }

@@ -91,3 +91,9 @@ def over_rows(name: str, x: Tensor, *arguments: Any) -> None:
 
 # Attention of new tokens over a cache: sizes and tensors as ``KVCache.attend`` passes them
 decode_attention = partial(call, "decode_attention")
+
+
+def packed_shape(out: int, width: int) -> tuple[int, int, int]:
+    """-> the shape of a weight [out, width] as ``pack_weight`` lays it out for ``linear``, in panels"""
+    columns = call("panel_columns")
+    return -(-out // columns), width, columns
