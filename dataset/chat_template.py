@@ -472,12 +472,15 @@ def without_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 def unrendered(tokenizer: PreTrainedTokenizerBase, record: Record) -> Record:
     """The record, with messages in the place of texts that the tokenizer's chat template has written."""
-    found = dict(record)
+    given = record
+    if {"instruction", "output"} <= record.keys() and not any(map(record.get, ("input", *PROMPTS))):
+        given = {**record, "prompt": record["instruction"]}  # Alpaca's: it may be a whole prompt
+    found = dict(given)
     for name in (*PROMPTS, "text", "chosen", "rejected") if tokenizer.chat_template else ():
-        match record.get(name):
+        match given.get(name):
             case str(text) | [{"content": str(text)}]:  # TinyZero's are in a turn of the user's
                 found[name] = read_back(tokenizer, text) or found[name]
-    if found == record:
+    if found == given:
         return record
     for name in (*ANSWERS, "chosen", "rejected"):
         if isinstance(said := found.get(name), str):

@@ -37,6 +37,7 @@ from dataset.chat_template import (
 )
 from dataset.formats import (
     BY_FORM,
+    THOUGHT_FIELDS,
     AnyPrompt,
     Exchange,
     Keys,
@@ -319,6 +320,9 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
     def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
         tokenizer = self.tokenizer
         found = self.fields(record)
+        for name in THOUGHT_FIELDS:
+            if found.get(name):
+                self.noted.add(f'"{name}" beside an answer is not learned; <think>…</think> in the answer is')
         prompt, answer = to_demonstration(found)
         prompt = prompt and add_system(prompt, self.system_prompt)
         pieces = learned_pieces(tokenizer, prompt, answer, self.tools(found, prompt or ""))

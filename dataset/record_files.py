@@ -148,9 +148,13 @@ def _rows(file: IO[bytes], delimiter: str) -> Iterator[bytes]:
     """A table of text -> its rows as lines of JSON. Raises InputError for a row of another length."""
     csv.field_size_limit(2**31 - 1)
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-    for row in csv.DictReader(text, delimiter=delimiter, strict=True):
+    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+    for row in reader:
         if None in row or None in row.values():
-            raise InputError(f"a row has more or fewer cells than columns are named: {row}"[:200])
+            line = reader.line_num  # the last line of the row
+            raise InputError(
+                f"line {line}: a row has more or fewer cells than columns are named: {row}"[:200]
+            )
         yield json.dumps({name: cell for name, cell in row.items() if cell}).encode() + b"\n"
 
 

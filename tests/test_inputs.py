@@ -1,7 +1,5 @@
 """What is chosen where no flag says it: rates, sizes that follow each other, warm-up, .pth."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.inputs import DEMO, LORA_FACTOR, SUITED, choose_rates, choose_warmup, suited_rate
 from trainer.run import PpoRun
-from trainer.runs.base import Run
+from trainer.runs.base import repeats_note
 from trainer.runs.distributed import World
 
 
@@ -172,8 +170,7 @@ def test_records_that_a_batch_takes_several_times_are_said():
         (8, ""),
         (7, "note     a batch takes 8 records of 7: some are in it several times"),
     ):
-        run = SimpleNamespace(batch_records=8, data=range(prompts))
-        assert Run.repeats_note(run) == says
+        assert repeats_note("a batch", 8, prompts) == says
 
 
 def test_steps_are_of_all_processes_and_epochs():

@@ -146,6 +146,10 @@ def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
     wanted = "7 (2 of 9 read dropped, longer than --max_seq_len + --max_gen_len or the model), "
     wanted += "weight 0.1 (--ptx_coef)"
     assert run.about().count("\nptx      ") == 1 and wanted in run.about()
+    repeated = "note     a minibatch takes 8 records of 7: some are in it several times"
+    for size in (4, 8):
+        run, _ = make_run(files, ptx_data_path=long, max_seq_len=30, mini_batch_size=size)
+        assert run.about().count(repeated) == (size == 8)
     path = write_jsonl(tmp_path / "x.jsonl", [{"text": "a " * 256}, {"text": "a"}])
     run, _ = make_run(files, ptx_data_path=path, max_seq_len=250)
     assert (len(run.demonstrations), run.demonstrations.dropped) == (1, 1)

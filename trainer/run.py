@@ -77,7 +77,7 @@ from trainer.rewards.reward_function import (
 from trainer.rewards.reward_models import models_hash
 from trainer.rollout import RolloutEngine, with_sampled_space
 from trainer.runs import displays
-from trainer.runs.base import Progress, Run, Say
+from trainer.runs.base import Progress, Run, Say, repeats_note
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import Updater
@@ -416,6 +416,8 @@ class PpoRun(Run):
         ]
         if texts := self.demonstrations:
             lines.append(f"ptx      {texts.path}: {texts.describe()}, weight {args.ptx_coef:g} (--ptx_coef)")
+            taken = args.mini_batch_size * self.world.size
+            lines.append(repeats_note("a minibatch", taken, len(texts)))
         for model in scoring_models(self.reward, self.eval_reward):
             if model.form:
                 lines.append(
@@ -428,7 +430,8 @@ class PpoRun(Run):
             lines.append(
                 f"warm-up  at first only the critic trains: --critic_warmup_steps {args.critic_warmup_steps}"
             )
-        return "\n".join(filter(None, [*lines, self.repeats_note(), *self.notes]))
+        lines.append(repeats_note("a batch", self.batch_records, len(self.data)))
+        return "\n".join(filter(None, [*lines, *self.notes]))
 
     def facts(self) -> dict[str, Any]:
         """What the health rules read of a run's start, as JSON has it."""

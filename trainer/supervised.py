@@ -35,7 +35,7 @@ from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.scoring import prepare_training
 from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, describe_texts, load_trained_tokenizer
-from trainer.runs.base import Learner, Progress, Run
+from trainer.runs.base import Learner, Progress, Run, repeats_note
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
@@ -187,7 +187,8 @@ class SupervisedRun(Run):
         if self.held_out:
             lines.append(f"held out {self.held_out.describe()}")
         lines += describe_texts(args, (self.data, self.held_out))
-        return "\n".join(filter(None, [*lines, self.repeats_note(), self.note]))
+        lines.append(repeats_note("a batch", self.batch_records, len(self.data)))
+        return "\n".join(filter(None, [*lines, self.note]))
 
     @torch.no_grad()
     def evaluate(self) -> StepLog:

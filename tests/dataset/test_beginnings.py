@@ -234,6 +234,7 @@ def test_such_texts_are_read_in_every_field_and_it_is_said(chat, jsonl):
         {"prompt": asked, "chosen": f"{learned}<|im_end|>\n", "rejected": "no<|im_end|>"},
         {"chosen": said, "rejected": render(chat, [U, assistant("no")])},
         {"text": said},
+        {"instruction": asked, "input": "", "output": learned},
     ):
         prompt = read(RLAIFDataset, record)
         assert (prompt.text, prompt.prompt, prompt.answer) == (asked, [U], learned)
@@ -243,6 +244,12 @@ def test_such_texts_are_read_in_every_field_and_it_is_said(chat, jsonl):
             assert chat.decode(read(PreferenceDataset, record)[1]) == render(chat, [U, assistant("no")])
     begins = read(RLAIFDataset, {"prompt": asked + THOUGHT, "answer": "4*6"})
     assert begins.text == asked + THOUGHT and begun(begins.prompt) == THOUGHT
+    begins = read(RLAIFDataset, {"instruction": asked + "Sure: ", "output": "4*6"})
+    assert (begins.text, begins.answer) == (asked + "Sure: ", "4*6")
+    for record in ({"instruction": "hi", "output": "5"}, {"instruction": asked, "input": "x", "output": "5"}):
+        data = RLAIFDataset(jsonl(record), chat, 200)
+        texts = "\n\n".join(text for text in (record["instruction"], record.get("input")) if text)
+        assert data[0].prompt == texts
     plain = RLAIFDataset(jsonl({"prompt": "hi", "answer": "5<|im_end|>"}), chat, 200)
     assert plain[0].answer == "5<|im_end|>" and plain.notes() == []
 

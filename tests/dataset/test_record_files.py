@@ -107,10 +107,10 @@ BAD_FILES = [
     ("a.xlsx", b"PK\x03\x04", r"a\.xlsx:1: not JSON .* or a \.csv, \.tsv or \.parquet file"),
     (
         "a.csv",
-        b"prompt,answer\nhi,there,5\n",
-        r"a\.csv: .*a row has more or fewer cells than columns are named: .*there",
+        b'prompt,answer\n"hi\nyou",6\nhi,there,5\n',
+        r"a\.csv: .*line 4: a row has more or fewer cells than columns are named: .*there",
     ),
-    ("a.csv", b"prompt,answer\nhi\n", "a row has more or fewer cells than columns"),
+    ("a.csv", b"prompt,answer\nhi\n", "line 2: a row has more or fewer cells than columns"),
     ("a.csv", b"prompt\n\xff\xfe", r"a\.csv: .*UnicodeDecodeError"),
     ("a.csv", b"", "no records"),
     ("a.json", b'[{"prompt": "hi"}, 5]', r"a\.json:2: not a JSON object"),

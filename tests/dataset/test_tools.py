@@ -288,6 +288,14 @@ def test_a_thought_is_learned_as_the_template_writes_it(chat, jsonl):
         assert learned(chat, SFTDataset(path, chat, 2000)[0])[0] == f"{text}<|im_end|>"
 
 
+def test_a_thought_beside_a_whole_answer_is_not_learned_and_it_is_said(chat, jsonl):
+    for thought, said in (("so", True), ("", False)):
+        record = {"prompt": "2+3?", "answer": "5", "reasoning_content": thought}
+        data = SFTDataset(jsonl(record), chat, 2000)
+        assert learned(chat, data[0])[0] == "5<|im_end|>"
+        assert [("beside an answer is not learned" in note) for note in data.notes()] == [True] * said
+
+
 def test_a_template_that_would_write_two_thoughts_or_none_is_refused(chat, jsonl):
     path = jsonl({"messages": [U, tiny.assistant("<think>\nso\n</think>\n\n5")]})
     says = "jsonl:1: the chat template changes the answer or leaves out a part, such as a thought"

@@ -129,14 +129,6 @@ class Run(ABC):
         steps = math.ceil(self.args.epochs * len(self.data) / self.batch_records)
         return min(steps, self.args.max_steps or steps)
 
-    def repeats_note(self) -> str:
-        """A line where a batch takes more records than there are, else ''."""
-        taken = self.batch_records
-        found = len(self.data)
-        return (taken > found) * (
-            f"note     a batch takes {taken} records of {found}: some are in it several times"
-        )
-
     @abstractmethod
     def about(self) -> str:
         """Lines that say what the run is made of."""
@@ -192,6 +184,13 @@ class Run(ABC):
     @abstractmethod
     def results(self) -> str:
         """Lines that say where the result is."""
+
+
+def repeats_note(taker: str, taken: int, found: int) -> str:
+    """A line where something, such as a batch, takes more records than are found, else ''."""
+    return (taken > found) * (
+        f"note     {taker} takes {taken} records of {found}: some are in it several times"
+    )
 
 
 # ------------------------------------------------------------------------------------ command lines to copy
