@@ -20,13 +20,16 @@ def by_definition(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=
     """``varlen_attn`` of torch 2.11, sequence by sequence, with grouped heads as its kernel takes them."""
     assert query.dtype == key.dtype == value.dtype
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert max_q == max_k == cu_seq_q.diff().max()
+    assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
     assert type(window_size) is tuple and window_size[1] == 0
     parts = []
-    for start, end in pairwise(cu_seq_q.tolist()):
+    bounds = (pairwise(x.tolist()) for x in (cu_seq_q, cu_seq_k))
+    for (start, end), of_keys in zip(*bounds, strict=True):
         wide = torch.promote_types(query.dtype, torch.float32)
-        q, k, v = (x[start:end].transpose(0, 1).to(wide) for x in (query, key, value))
-        behind = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        rows = query[start:end], key[slice(*of_keys)], value[slice(*of_keys)]
+        q, k, v = (x.transpose(0, 1).to(wide) for x in rows)
+        keys = k.shape[1]  # the last query sees the last of them
+        behind = torch.arange(keys - (end - start), keys)[:, None] - torch.arange(keys)
         seen = (behind >= 0) & ((window_size[0] < 0) | (behind <= window_size[0]))
         parts.append(by_products(q, k, v, seen, scale).transpose(0, 1))
     return torch.cat(parts).to(query.dtype)

@@ -17,7 +17,7 @@ from trainer.compute.scoring import PolicyScorer, ValueScorer, load_balance_loss
 from trainer.runs.base import Progress
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import Updater
+from trainer.runs.optimizer_step import GradientSource, Updater
 
 
 def make_rollout(count=7, seed=0):
@@ -62,7 +62,7 @@ def test_no_accumulation_step_holds_more_than_its_share_of_the_tokens(pieces):
         cuts.append(sum(lengths[row] for row in rows))
         return torch.zeros((), requires_grad=True), Metrics()
 
-    updater.gradients([(lengths, loss_of)], pieces)
+    updater.gradients([GradientSource(lengths, loss_of)], pieces)
     assert max(cuts) <= 1000 / pieces
     assert len(cuts) == 1 if pieces == 1 else len(cuts) >= pieces
 

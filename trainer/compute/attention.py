@@ -55,7 +55,8 @@ def attention(
     if packing is not None:
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # x[0]'s gradient is a copy
         shapes = q.shape[1:], k.shape[1:], v.shape[1:]
-        flash = _flash_works(q.device, compute_dtype(q), shapes, bool(window))
+        shared = packing.key_index is not None
+        flash = _flash_works(q.device, compute_dtype(q), shapes, bool(window), shared)
         out = (_flash_attention if flash else _padded_attention)(q, k, v, packing, window, scaling)
         return out[None], None
     if attention_mask is None and query.shape[2] == key.shape[2]:
@@ -88,32 +89,33 @@ def _padded_attention(query, key, value, packing, window, scaling):
 
     query [N, heads, dim], key and value [N, their own number of heads, their dim].
     """
-
     found = []
-    for count, longest, longest_k, tokens, places, keys, key_places, position in packing.padded:
-
-        def padded(x, width, places, count=count):  # [segments, heads, width, dim]
-            flat = x.new_zeros(count * width, *x.shape[1:]).index_copy_(0, places, x)
-            return flat.unflatten(0, (count, -1)).transpose(1, 2)
-
+    for part in packing.padded:
         rows = _causal_attention(
-            padded(query if tokens is None else query.index_select(0, tokens), longest, places),
-            padded(_keys(key, keys), longest_k, key_places),
-            padded(_keys(value, keys), longest_k, key_places),
+            _pad(_at(query, part.tokens), part.count, part.longest, part.places),
+            _pad(_at(key, part.keys), part.count, part.longest_k, part.key_places),
+            _pad(_at(value, part.keys), part.count, part.longest_k, part.key_places),
             window,
             scaling,
-            position,
+            part.position,
         )
-        found.append(rows.flatten(0, 1).index_select(0, places))
-    if len(found) == 1:
+        found.append(rows.flatten(0, 1).index_select(0, part.places))
+    if packing.key_index is None:
         return found[0]
     out = torch.cat(found)
     return torch.empty_like(out).index_copy_(0, torch.cat([part.tokens for part in packing.padded]), out)
 
 
-def _keys(x, index):
-    """Keys or values [N, heads, dim] -> those at the places ``index`` [n]; None: as they are. Their gradient
-    is a sum over all segments that see them, which is made in fp32."""
+def _pad(x, count, width, places):
+    """x [n, heads, dim] -> [count, heads, width, dim], where x lies at these places [n] of [count, width], flat,
+    among zeros."""
+    flat = x.new_zeros(count * width, *x.shape[1:]).index_copy_(0, places, x)
+    return flat.unflatten(0, (count, -1)).transpose(1, 2)
+
+
+def _at(x, index):
+    """x [N, heads, dim] -> what is at the places ``index`` [n]; None: all. The gradient of a key is a sum over
+    all segments that see it, which is made in fp32."""
     if index is None:
         return x
     return x.to(torch.promote_types(x.dtype, torch.float32)).index_select(0, index).to(x.dtype)
@@ -178,8 +180,8 @@ def _flash_attention(query, key, value, packing, window, scaling):
     back = (window or 0) - 1  # how many earlier tokens one sees, -1: all
     # torch 2.11 takes grouped heads as they are
     more: Any = {"enable_gqa": True} if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()) else {}
-    key = _keys(key, packing.key_index)
-    value = _keys(value, packing.key_index)
+    key = _at(key, packing.key_index)
+    value = _at(value, packing.key_index)
     # With more keys than queries, the last query sees all of them.
     return varlen_attn(
         query.to(dtype), key.to(dtype), value.to(dtype), cu_seqlens, cu_seqlens_k,
@@ -188,13 +190,13 @@ def _flash_attention(query, key, value, packing, window, scaling):
 
 
 @cache
-def _flash_works(device, dtype, shapes, windowed):
+def _flash_works(device, dtype, shapes, windowed, shared):
     """Whether flash attention runs here and gives the values and gradients of padded attention in fp32 for
     such heads; a warning says why it does not. It needs a GPU from Ampere (sm80) on, and fp16 or bf16. Tried
-    once for each kind of layer."""
+    once for each kind of layer, and once more where beginnings are shared."""
     if device.type != FLASH_DEVICE or dtype == torch.float32:
         return False
-    packing = Layout(TRIED_LENGTHS, device=device, beginnings=TRIED_BEGINNINGS)
+    packing = Layout(TRIED_LENGTHS, device=device, beginnings=TRIED_BEGINNINGS if shared else ())
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn((len(packing.row), *shape), generator=generator) for shape in shapes]
     query, key, value = rows = [x.to(device, dtype).requires_grad_() for x in rows]

@@ -70,22 +70,20 @@ def pack_sequences(backbone: Backbone) -> bool:
     if before == ATTENTION:
         return True
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(embeddings(backbone), (3, 9), generator=generator).to(backbone.device)
-    layout = Layout([9, 8, 4], device=backbone.device)
-    alike = tokens[[0, 0, 1, 0]]  # the first is of a group of three
-    alike[1:, 5:] = tokens[[1, 2, 2], 5:]
-    lengths = [9, 8, 9, 6]
-    alone = Layout(lengths, device=backbone.device)
-    shared = Layout(lengths, device=backbone.device, beginnings=[(0, 5), (0, 5), (1, 0), (0, 5)])
+    tokens = torch.randint(embeddings(backbone), (4, 9), generator=generator).to(backbone.device)
+    tokens[1:3, :5] = tokens[0, :5]
+    lengths = [9, 8, 6, 9]
+    whole = Layout(lengths, device=backbone.device)
+    shared = Layout(lengths, device=backbone.device, beginnings=[(0, 5), (0, 5), (0, 5), (1, 0)])
 
     def states():
-        return packed_states(backbone, tokens, layout)[0]
+        return packed_states(backbone, tokens, whole)[0]
 
-    def of_whole_sequences():
-        return packed_states(backbone, alike, alone)[0][alone.cu_seqlens[shared.row] + shared.position]
+    def states_of_shared():
+        return states()[whole.cu_seqlens[shared.row] + shared.position]
 
-    def of_shared_beginnings():
-        return packed_states(backbone, alike, shared)[0]
+    def shared_states():
+        return packed_states(backbone, tokens, shared)[0]
 
     def packed():
         with quiet():
@@ -101,7 +99,7 @@ def pack_sequences(backbone: Backbone) -> bool:
         return False
     fuse_layers(backbone, states)
     with few_layers(backbone), short_windows(backbone):
-        differ = difference(of_whole_sequences, of_shared_beginnings, backbone.device)
+        differ = difference(states_of_shared, shared_states, backbone.device)
     backbone.shares_beginnings = not differ and not is_moe(backbone)
     return True
 
