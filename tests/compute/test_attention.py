@@ -67,15 +67,31 @@ def here(monkeypatch):
 @pytest.mark.parametrize("kind", ["compiled", "compiled in bf16", "padded", "flash", "flash of torch 2.13"])
 @pytest.mark.parametrize("window", [None, 1, 4, 20, 99])
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(6, 2, 6), (3, 3, 16), (4, 1, 34)])
-def test_packed_sequences_attend_as_each_does_alone_in_fp64(heads, groups, dim, window, kind, monkeypatch):
-    """Flash attention in fp64 too, which no real kernel takes: rounding can hide no wrong place."""
+@pytest.mark.parametrize(
+    "beginnings", [(), [(5, 13), (4, 0), (3, 2), (0, 0), (5, 13), (3, 2), (5, 13)]], ids=len
+)
+def test_packed_sequences_attend_as_each_does_alone_in_fp64(
+    beginnings, heads, groups, dim, window, kind, monkeypatch
+):
+    """Flash attention in fp64 too, which no real kernel takes: rounding can hide no wrong place. With equal
+    beginnings computed once, the gradient of one is the sum over its sequences."""
     compiled = "compiled" in kind
     if compiled and cpu.library() is None:
         pytest.skip("no C compiler here")
-    lengths, calls = [37, 16, 5, 1, 64], []
-    packing = Layout(lengths)
-    rows = [torch.randn(1, sum(lengths), n, dim) for n in (heads, groups, groups)]
-    angle = torch.randn(1, sum(lengths), 1, dim // 2)
+    lengths, calls = [37, 16, 5, 1, 64, 3, 14], []
+    packing = Layout(lengths, beginnings=beginnings)
+    count = len(packing.row)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    computed = [*zip(packing.row.tolist(), packing.position.tolist(), strict=True)]
+    group, common = zip(*(beginnings or [(row, 0) for row in range(7)]), strict=True)
+    all_tokens = [  # of the sequences, one by one: their places among those that are computed
+        computed.index((group.index(group[row]) if column < common[row] else row, column))
+        for row, length in enumerate(lengths)
+        for column in range(length)
+    ]
+    assert count == sum(lengths) - bool(beginnings) * (2 * 13 + 2)
+    rows = [torch.randn(1, count, n, dim) for n in (heads, groups, groups)]
+    angle = torch.randn(1, count, 1, dim // 2)
     turns = [torch.cat((x, x), -1) for x in (angle.cos(), angle.sin())]
     kernel = with_gqa if "2.13" in kind else by_definition
 
@@ -93,9 +109,11 @@ def test_packed_sequences_attend_as_each_does_alone_in_fp64(heads, groups, dim, 
         return *(fused_layers._rotate(x, cos, sin) for x in rows[:2]), rows[2]
 
     def wanted(*rows):
-        rows, starts = [x[0].transpose(0, 1) for x in rotated(*rows)], packing.cu_seqlens.int()
+        rows = [x[0].transpose(0, 1)[all_tokens] for x in rotated(*rows)]
         seen = ((window or 0) - 1, 0)
-        return by_definition(*rows, starts, starts, 64, 64, scale=0.4, window_size=seen)[None]
+        bounds = starts.int()
+        out = by_definition(*rows, bounds, bounds, 64, 64, scale=0.4, window_size=seen)
+        return out[starts[packing.row] + packing.position][None]
 
     def ours(*rows):
         if compiled:

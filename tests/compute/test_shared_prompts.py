@@ -114,7 +114,9 @@ def test_numbers_and_gradients_are_those_of_whole_sequences(name, way):  # noqa:
         assert (found - exact).norm() <= 2 * (wanted - exact).norm() + 1e-3
 
 
-@pytest.mark.parametrize("more", [{"lora_r": 2}, {"checkpointing": 1}, {"lora_r": 2, "checkpointing": 1}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"lora_r": 2}, {"checkpointing": 1}, {"lora_r": 2, "checkpointing": 1}], ids=str
+)
 def test_adapters_and_checkpoints_of_layers_learn_the_same(more):
     scorers = prepared(KNOWN["llama"], **more)
     batch = make_batch()
@@ -123,7 +125,7 @@ def test_adapters_and_checkpoints_of_layers_learn_the_same(more):
 
 
 def test_a_batch_is_scored_with_each_prompt_once_a_micro_batch(monkeypatch):
-    """The rows of a prompt come together from wherever they are. One that is too large for a forward is cut."""
+    """The rows of a prompt come together from wherever they are. A group that is too large is cut."""
     scorer, _ = prepared(KNOWN["llama"])
     batch = make_batch()
     computed = []
@@ -141,7 +143,9 @@ def test_a_batch_is_scored_with_each_prompt_once_a_micro_batch(monkeypatch):
     assert sum(computed) == COMPUTED + 7
     del computed[:]
     scorer.backbone.shares_beginnings = False
-    with pytest.warns(UserWarning, match="^LlamaModel: a prompt is computed once for each answer, which is slower$"):
+    with pytest.warns(
+        UserWarning, match="^LlamaModel: a prompt is computed once for each answer, which is slower$"
+    ):
         wanted = score_all(batch, scorer, temperature=0.7)
     assert sum(computed) == WHOLE
     assert_within(1e-6, wanted, [logprobs, entropy])

@@ -92,9 +92,9 @@ def _padded_attention(query, key, value, packing, window, scaling):
     found = []
     for part in packing.padded:
         rows = _causal_attention(
-            _pad(_at(query, part.tokens), part.count, part.longest, part.places),
-            _pad(_at(key, part.keys), part.count, part.longest_k, part.key_places),
-            _pad(_at(value, part.keys), part.count, part.longest_k, part.key_places),
+            _pad(_at(query, part.tokens), part.segments, part.longest, part.places),
+            _pad(_at(key, part.keys), part.segments, part.longest_k, part.key_places),
+            _pad(_at(value, part.keys), part.segments, part.longest_k, part.key_places),
             window,
             scaling,
             part.position,
@@ -107,15 +107,14 @@ def _padded_attention(query, key, value, packing, window, scaling):
 
 
 def _pad(x, count, width, places):
-    """x [n, heads, dim] -> [count, heads, width, dim], where x lies at these places [n] of [count, width], flat,
-    among zeros."""
+    """x [n, heads, dim] -> [count, heads, width, dim], with x at these places [n] of [count, width], flat"""
     flat = x.new_zeros(count * width, *x.shape[1:]).index_copy_(0, places, x)
     return flat.unflatten(0, (count, -1)).transpose(1, 2)
 
 
 def _at(x, index):
-    """x [N, heads, dim] -> what is at the places ``index`` [n]; None: all. The gradient of a key is a sum over
-    all segments that see it, which is made in fp32."""
+    """x [N, heads, dim] -> what is at the places ``index`` [n]; None: all. The gradient of a key, which is a
+    sum over all segments that see it, is made in fp32."""
     if index is None:
         return x
     return x.to(torch.promote_types(x.dtype, torch.float32)).index_select(0, index).to(x.dtype)

@@ -11,7 +11,6 @@ all forwards of a micro-batch (``Layout``), and copied to the device in one piec
 import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from os.path import commonprefix
 from typing import NamedTuple
 
 import numpy as np
@@ -146,17 +145,18 @@ def in_fp64(x: Tensor) -> Tensor:
     return x.to(fp64_device(x.device)).double()
 
 
-def common_beginnings(sequences: Sequence[Sequence[int]], groups: Sequence[object]) -> Beginnings:
-    """Token ids of sequences -> what those of each group have in common, but at least their last token.
-    groups: what is equal for the sequences of one."""
-    members: dict[object, list[Sequence[int]]] = {}
+def common_beginnings(sequences: Sequence[list[int]], groups: Sequence[object]) -> Beginnings:
+    """Token ids of sequences -> what those of each group begin with, which is less than any of them. groups:
+    what is equal for the sequences of one."""
+    members: dict[object, list[list[int]]] = {}
     for sequence, group in zip(sequences, groups, strict=True):
         members.setdefault(group, []).append(sequence)
-    common = {
-        group: min(len(commonprefix(found)), min(map(len, found)) - 1) for group, found in members.items()
-    }
-    number = {group: place for place, group in enumerate(members)}
-    return [(number[group], common[group]) for group in groups]
+    found = {}
+    for number, (group, mine) in enumerate(members.items()):
+        pairs = zip(min(mine), max(mine), strict=False)  # what these begin with, all between them do
+        alike = next((place for place, (x, y) in enumerate(pairs) if x != y), len(min(mine)))
+        found[group] = number, min(alike, *(len(x) - 1 for x in mine))
+    return [found[group] for group in groups]
 
 
 def _ragged(lengths):
@@ -168,7 +168,7 @@ def _ragged(lengths):
 class Padded(NamedTuple):
     """Segments of a packed row as the rows of a batch, padded on the right (``Layout.padded``)."""
 
-    count: int
+    segments: int
     longest: int  # of their queries
     longest_k: int  # of their keys
     tokens: Tensor | None  # [n] their queries' places among the N tokens; None: all, in their order
@@ -185,10 +185,10 @@ class Layout:
     end of a sequence: its state predicts no token. response: see ``of_responses``. The tensors are on the
     device.
 
-    Without ``beginnings`` the N tokens are all of them, and each sequence is a segment of the packed row. With
-    them it goes group by group: what the sequences of a group begin with is a segment, then the rest of each
-    of them. Only attention need know: of a segment with q queries and k keys, which are those of the
-    beginning too, query i sees the keys 0 to k - q + i.
+    Without ``beginnings`` the N tokens are all of them, and each sequence is a segment of the packed row.
+    With them the row goes group by group: what the sequences of a group begin with is a segment, then the
+    rest of each of them. Only attention has to know: the keys of such a rest are those of the beginning, then
+    its own. In a segment with q queries and k keys, query i sees the keys 0 to k - q + i.
     """
 
     shape = (0, 0)  # of a layout ``of_responses``: B, and R, the longest response
@@ -224,16 +224,15 @@ class Layout:
         self._place = np.empty(sum(self.lengths), np.int64)
         self._place[self._start[row] + position] = np.arange(len(row))
         for rows, beginning in groups:
+            computed = self._place[self._start[rows[0]] :][:beginning]
             for other in rows[1:]:
-                self._place[self._start[other] :][:beginning] = self._place[self._start[rows[0]] :][
-                    :beginning
-                ]
+                self._place[self._start[other] :][:beginning] = computed
         key_segment, key_column = _ragged(self._end)
         shared = self.segments > len(self.lengths)
-        keys = self._place[self._start[sequence[key_segment]] + key_column] if shared else []
+        self._keys = self._place[self._start[sequence[key_segment]] + key_column] if shared else []
         predicted_by = np.array(predicted_by, np.int64)
         arrays = [
-            np.cumsum([0, *(self._end - self._first)]), np.cumsum([0, *self._end]), keys, self.lengths,
+            np.cumsum([0, *(self._end - self._first)]), np.cumsum([0, *self._end]), self._keys, self.lengths,
             row, position, self._place[predicted_by], self._place[predicted_by + 1], response,
         ]  # fmt: skip
         tables = torch.from_numpy(np.concatenate(arrays).astype(np.int64))
@@ -307,12 +306,11 @@ class Layout:
         first = self._first[chosen, None]
         # What is behind a segment's last query sees what that one sees, so that no row is without keys.
         position = np.minimum(first + np.arange(longest), self._end[chosen, None] - 1)
-        arrays = [tokens, places, keys, key_places, position.flatten()]
+        arrays = [tokens, places, self._keys[keys], key_places, position.flatten()]
         tables = send(torch.from_numpy(np.concatenate(arrays)), self.row.device)
         tokens, places, keys, key_places, position = tables.split([len(x) for x in arrays])
         position = position.unflatten(0, (-1, longest)) if first.any() else None
-        count = len(first)
-        return Padded(count, longest, longest_k, tokens, places, self.key_index[keys], key_places, position)
+        return Padded(len(first), longest, longest_k, tokens, places, keys, key_places, position)
 
 
 def _padded_places(counts, chosen):

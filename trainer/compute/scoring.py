@@ -8,8 +8,8 @@ log-prob of token t comes from the policy's logits at the same position (``Polic
 Sequences go through a model packed: one behind the other in one row, without padding, each token with its
 position in its own sequence. Only attention (attention.py) has to know where a sequence ends. A prompt with
 several answers in a micro-batch goes through once for all of them (``Layout`` in batching.py), where the
-model can do that (``pack_sequences``). Logits are computed only where a response token is predicted, and never
-for a whole batch at a time (logprobs.py).
+model can do that (``pack_sequences``). Logits are computed only where a response token is predicted, and
+never for a whole batch at a time (logprobs.py).
 """
 
 import warnings
@@ -110,7 +110,7 @@ def shares_beginnings(backbone: Backbone) -> bool:
 
 
 def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Run a backbone on right-padded tokens [B, T] -> (the states [N, H] of the N real tokens, row by row;
+    """Run a backbone on right-padded tokens [B, T] -> (the states [N, H] of the N tokens of the layout;
     the aux_loss: the load-balancing loss of a mixture of experts, times the weight in its config, a sum over
     sequences and layers, 0 for other models)."""
     experts = is_moe(backbone)
@@ -199,8 +199,8 @@ class Scorer(nn.Module):
         return shares_beginnings(self.backbone)
 
     def beginnings(self, layout: Layout) -> Beginnings:
-        """What is computed once of sequences of a ``Layout.of_responses``: their prompts. A warning says where
-        there are equal ones and the model cannot."""
+        """What is computed once of sequences of a ``Layout.of_responses``: their prompts. A warning says
+        where there are equal ones and the model cannot."""
         if self.shares_prompts:
             return list(zip(layout.prompt, layout.prompt_len, strict=True))
         if len(set(layout.prompt)) < len(layout.prompt):

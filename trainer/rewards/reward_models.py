@@ -136,9 +136,9 @@ class ClassifierRewardModel(RewardModel):
         budget = tokens_per_forward(self.model.device)
 
         def score_some(rows):
-            some = ([x[row] for row in rows] or [[0]] for x in (ids, types))
-            alike = [beginnings[row] for row in rows] if beginnings else ()
-            scores[rows] = self._score(*some, alike).cpu()
+            some = [[x[row] for row in rows] or [[0]] for x in (ids, types)]
+            alike = [beginnings[row] for row in rows] if beginnings else []
+            scores[rows] = self._score(some[0], some[1], alike).cpu()
 
         each_micro_batch(
             lengths=[len(x) for x in ids],
