@@ -97,14 +97,13 @@ def rows(results):
 
 
 def main(argv):
-    if argv[0] == "--case":
-        return print(json.dumps(measure(argv[1], *map(int, argv[2:]))))
+    path, *lengths = argv
     results = []
-    for prompt_len in map(int, argv[1:] or PROMPTS):
+    for prompt_len in map(int, lengths or PROMPTS):
         for prompts, answers in GROUPS:
             case = {"prompt tokens": prompt_len, "prompts x answers": f"{prompts} x {answers}"}
             for name, shared in (("shared", 1), ("plain", 0)):
-                given = [argv[0], prompts, answers, prompt_len, shared]
+                given = [path, prompts, answers, prompt_len, shared]
                 command = [sys.executable, __file__, "--case", *map(str, given)]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 case[name] = json.loads(done.stdout.splitlines()[-1])
@@ -114,4 +113,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1] == "--case":
+        print(json.dumps(measure(sys.argv[2], *map(int, sys.argv[3:]))))
+    else:
+        main(sys.argv[1:])

@@ -33,8 +33,8 @@ def precision():
 
 
 def prepared(model, device="cuda", dtype=torch.float32, checkpointing=0, lora_r=0):
-    """-> (a rollout of the model where it was, with two answers to a prompt, the model and its scorer, a critic
-    and its scorer)"""
+    """-> (a rollout of the model where it was, with two answers to a prompt, the model and its scorer, a
+    critic and its scorer)"""
     prompts = [prompt for prompt in PROMPTS[:12] for _ in range(2)]
     rollout = Sampler(model).sample(prompts, noise_keys(1, 2, range(24)), [0], 10, 1.0)
     critic = CriticModel.from_model(model).eval()
