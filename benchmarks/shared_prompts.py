@@ -1,15 +1,16 @@
 """What it saves to compute a prompt once for all its answers: tokens, seconds and memory.
 
-    OMP_NUM_THREADS=1 python benchmarks/shared_prompts.py MODEL        # SmolLM2-135M-Instruct: 40 minutes
-    OMP_NUM_THREADS=1 python benchmarks/shared_prompts.py MODEL 55     # prompts of 55 tokens only
+    python benchmarks/shared_prompts.py MODEL        # SmolLM2-135M-Instruct: 30 minutes
+    python benchmarks/shared_prompts.py MODEL 55     # prompts of 55 tokens only
 
 32 sequences of random tokens in fp32, in micro-batches as the trainer cuts them: log-probs (scoring), and the
-gradient of a policy loss (update, without the optimizer's step). Each case runs in a process of its own: the
-seconds are CPU seconds, the memory is the most that the process has had. Prints a table and writes
-benchmarks/results/shared_prompts.json.
+gradient of a policy loss (update, without the optimizer's step). Each case runs in a process of its own, with
+one thread: the seconds are CPU seconds, the memory is the most that the process has had. Prints a table and
+writes benchmarks/results/shared_prompts.json.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -105,7 +106,8 @@ def main(argv):
             for name, shared in (("shared", 1), ("plain", 0)):
                 given = [path, prompts, answers, prompt_len, shared]
                 command = [sys.executable, __file__, "--case", *map(str, given)]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                env = {**os.environ, "OMP_NUM_THREADS": "1"}
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
                 case[name] = json.loads(done.stdout.splitlines()[-1])
             results.append(case)
             write_results("shared_prompts", {"results": results})

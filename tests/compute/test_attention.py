@@ -126,7 +126,9 @@ def test_packed_sequences_attend_as_each_does_alone_in_fp64(
     results, upstream = [], torch.randn(rows[0].shape)
     for function, kind_ in ((wanted, torch.float64), (ours, dtype)):
         leaves = [x.to(kind_, copy=True).requires_grad_() for x in rows]
-        out = function(*leaves)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a trial of flash attention that fails
+            out = function(*leaves)
         nodes = [out.grad_fn]
         for node in nodes:
             nodes += [other for other, _ in node.next_functions if other]
@@ -181,6 +183,38 @@ def test_a_kernel_that_does_not_work_is_named_once_and_never_used(here, monkeypa
     attention._flash_works.cache_clear()
     monkeypatch.setattr(attention, "FLASH_DEVICE", "cuda")
     assert not used(by_definition, *rows)
+
+
+def test_a_kernel_that_cannot_share_keys_computes_whole_sequences_only(here, monkeypatch):
+    called = []
+
+    def kernel(query, key, value, cu_seq_q, cu_seq_k, *more, **others):
+        called.append(1)
+        out = by_definition(query, key, value, cu_seq_q, cu_seq_k, *more, **others)
+        return out if cu_seq_q.equal(cu_seq_k) else 0.5 * out
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    for beginnings, works in (([(0, 5), (0, 5)], False), ((), True)):
+        packing = Layout([7, 8], beginnings=beginnings)
+        rows = [torch.randn(2, len(packing.row), 8).bfloat16()[None] for _ in range(3)]
+        found = []
+        for _ in range(2):
+            called.clear()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                out, _ = attention.attention(None, *rows, None, packing=packing, scaling=0.3)
+            found.append((bool(called), len(caught)))
+        assert found == [(True, not works), (works, 0)]
+        plain = attention._padded_attention(*(x[0].transpose(0, 1) for x in rows), packing, None, 0.3)
+        assert (out[0] - plain).abs().max() < 0.03
+
+
+def test_the_gradient_of_a_key_that_many_see_is_a_sum_in_fp32():
+    """In bf16 the sum would stay at 256."""
+    x = torch.ones(2, 1, 4).bfloat16().requires_grad_()
+    attention._at(x, torch.zeros(1000, dtype=torch.int64)).sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+    assert x.grad[:, 0].tolist() == [[1000] * 4, [0] * 4]
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
