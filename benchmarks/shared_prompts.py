@@ -93,7 +93,7 @@ def rows(results):
         line = {name: case[name] for name in ("prompt tokens", "prompts x answers")}
         for name, plain in case["plain"].items():
             shared = case["shared"][name]
-            line[name] = f"{shared:.4g} / {plain:.4g} = 1 / {plain / shared:.2f}"
+            line[name] = f"{round(shared, 2)} / {round(plain, 2)} = 1 / {plain / shared:.2f}"
         yield line
 
 

@@ -145,7 +145,7 @@ def test_padding_changes_no_gradient(files):
 
 def test_micro_batches_and_prompts_computed_once_change_no_gradient(files):
     """Of actor and critic. What is computed is counted, and so it is with --accumulation_steps."""
-    run, prompts = make_run(files, num_generations=4, mini_batch_size=16)
+    run, prompts = make_run(files, num_generations=4, mini_batch_size=16, ppo_epochs=1)
     batch, _ = filled_rollout(run, prompts)
     backbones = [run.models.actor.base_model, run.models.critic.backbone]
     computed, results = [], []
@@ -165,6 +165,12 @@ def test_micro_batches_and_prompts_computed_once_change_no_gradient(files):
     assert len(computed[1]) >= 6 and max(computed[1]) <= once / 3 + 1
     assert max(computed[2]) <= 30 and len(computed[2]) > len(computed[1])
     assert computed[3] == [sum(batch.layout.lengths)] * 2
+    run.progress.token_budget = 30
+    for backbone in backbones:
+        backbone.shares_beginnings = True
+    computed.append([])
+    update(run, 0, batch, Metrics())
+    assert sorted(computed[4]) == sorted(computed[2])
 
 
 def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):

@@ -195,6 +195,9 @@ def test_places_of_a_layout_by_hand():
     assert layout.response.tolist() == [0, 1, 2, 4]
     assert (layout.segments, layout.longest_q, layout.longest, layout.lengths) == (4, 3, 5, [5, 2, 4])
     assert layout.places([0, 1, 2]).tolist() == [0, 7, 2]
+    prompts, answers = layout.padded
+    assert prompts.position is None
+    assert answers.position.tolist() == [[3, 4], [3, 3]]  # padding sees what the last query sees
     filled = layout.filled
     assert len(filled.row) == PRODUCT_ROW_MULTIPLE
     assert filled.cu_seqlens.tolist() == [0, 3, 5, 6, 8, 64]
@@ -252,9 +255,12 @@ def test_micro_batches_keep_groups_together_within_the_budget():
         saved = tokens_saved(beginnings)
         assert sum(lengths) - saved == size(range(len(lengths)))
         whole = tokens_per_micro_batch(10**6, lengths, 1, saved)
+        padded = len(lengths) * max(lengths)
+        assert whole == max(sum(lengths) - saved, -((saved - padded) // 2))
         assert len(micro_batches(lengths, whole, beginnings)) == 1
         assert tokens_per_micro_batch(10**6, lengths, 4, saved) == -(-(sum(lengths) - saved) // 4)
     assert split > 100
+    assert micro_batches([65] * 10, 200, [(0, 60)] * 10) == [[*range(10)]]  # 10 x 65 is more than 2 x 200
 
 
 def test_a_common_beginning_leaves_each_sequence_a_token():

@@ -388,6 +388,10 @@ def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkey
     if kind == "packed":  # what the texts of a prompt begin with is computed once
         lengths = [min(len(x), 8) for x in conversation_ids(model.tokenizer, conversations)]
         assert computed == [sum(lengths) - 2 * 4]  # "user one </s> assistant"
+        fits = sum(lengths) - 2 * 4 + 2  # with the memory of the keys
+        monkeypatch.setattr("trainer.rewards.reward_models.tokens_per_forward", lambda device: fits)
+        assert model(conversations).tolist() == found
+        assert len(computed) == 2
 
 
 def test_without_a_chat_template_a_model_reads_what_it_was_trained_on(tmp_path):

@@ -71,12 +71,10 @@ def tokens_saved(beginnings: Beginnings) -> int:
 
 
 def _groups(count, beginnings):
-    """-> [(the rows of a group, the number of tokens that is computed once for them)]; a row that shares
-    nothing is a group of its own."""
-    groups: dict[tuple[int, int], list[int]] = {}
+    """-> [(the rows of a group, the number of tokens that is computed once for them)]"""
+    groups: dict[int, list[int]] = {}
     for row in range(count):
-        number, beginning = beginnings[row] if beginnings else (row, 0)
-        groups.setdefault((number, 0) if beginning else (-1, row), []).append(row)
+        groups.setdefault(beginnings[row][0] if beginnings else row, []).append(row)
     return [(rows, beginnings[rows[0]][1] if len(rows) > 1 else 0) for rows in groups.values()]
 
 
