@@ -182,12 +182,12 @@ class Layout:
     lengths: B ints. predicted_by: M places among the tokens of all sequences, row by row, none of them at the
     end of a sequence: its state predicts no token. response: see ``of_responses``. The tensors are on the
     device.
-
-    Without ``beginnings`` the N tokens are all of them, and each sequence is a segment of the packed row.
-    With them the row goes group by group: what the sequences of a group begin with is a segment, then the
-    rest of each of them. Only attention has to know: the keys of such a rest are those of the beginning, then
-    its own. In a segment with q queries and k keys, query i sees the keys 0 to k - q + i.
     """
+
+    # Without ``beginnings`` the N tokens are all of them, and each sequence is a segment of the packed row.
+    # With them the row goes group by group: what the sequences of a group begin with is a segment, then the
+    # rest of each of them. Only attention has to know: the keys of such a rest are those of the beginning,
+    # then its own. In a segment with q queries and k keys, query i sees the keys 0 to k - q + i.
 
     shape = (0, 0)  # of a layout ``of_responses``: B, and R, the longest response
     prompt_len: Sequence[int]  # of it too
