@@ -61,9 +61,8 @@ def pack_sequences(backbone: Backbone) -> bool:
 
     Packed and padded states of its first layers (``few_layers``) are compared first. Where they differ, and
     where a model does not use the attention interface of transformers, the backbone stays as it was, and a
-    warning says so. Then states are compared with those of rows whose equal beginnings are computed once.
-    Where they differ, and in mixtures of experts, whose balance is a matter of whole sequences, each
-    sequence is computed whole (``shares_beginnings``).
+    warning says so. Then states are compared with those of rows whose equal beginnings are computed once
+    (``shares_beginnings``).
     """
     config = backbone.config
     before = config._attn_implementation
@@ -100,6 +99,7 @@ def pack_sequences(backbone: Backbone) -> bool:
     fuse_layers(backbone, states)
     with few_layers(backbone), short_windows(backbone):
         differ = difference(states_of_shared, shared_states, backbone.device)
+    # Experts are balanced over whole sequences.
     backbone.shares_beginnings = not differ and not is_moe(backbone)
     return True
 
