@@ -33,7 +33,6 @@ bench: .venv/bench.stamp
 SMALL := --dtype float32 --max_seq_len 128 --seed 0
 demo-assets: .venv/train.stamp
 	$(BIN)/python dataset/demo/make_data.py
-	$(BIN)/python dataset/demo/make_tokenizer.py
 	rm -rf model/demo/policy model/demo/reward
 	$(BIN)/python trainer/train_sft.py $(SMALL) --epochs 3 --hf_dir model/demo/policy
 	$(BIN)/python trainer/train_sft.py $(SMALL) --epochs 3 --learning_rate 1.5e-3 --model model/demo/policy \

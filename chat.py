@@ -96,19 +96,19 @@ class Speaker:
     def answer(self, prompt: str) -> str:
         """Show the answer to a prompt word by word, with the stop string that ended it -> the answer without
         that. Raises InputError if the prompt is too long."""
-        asked = self.encode(prompt)
-        limit = min(self.args.max_gen_len, self.positions - len(asked))
-        tokens = torch.tensor([asked], device=self.model.device)
+        prompt_ids = self.encode(prompt)
+        limit = min(self.args.max_gen_len, self.positions - len(prompt_ids))
+        tokens = torch.tensor([prompt_ids], device=self.model.device)
         eos, stops, _ = self.endings
 
         def ended(ids: list[int]) -> bool:
             if ids[-1] in eos or not stops:
                 return ids[-1] in eos
-            said = decode(self.tokenizer, ids)
-            return any(text in said for text in stops.texts)
+            text = decode(self.tokenizer, ids)
+            return any(stop_text in text for stop_text in stops.texts)
 
         def stop(sequence: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            return torch.tensor([ended(sequence[0, len(asked) :].tolist())], device=sequence.device)
+            return torch.tensor([ended(sequence[0, len(prompt_ids) :].tolist())], device=sequence.device)
 
         def shown(ids: list[int]) -> str:
             return decode(self.tokenizer, [i for i in ids if i not in eos])
@@ -120,7 +120,7 @@ class Speaker:
             stopping_criteria=[stop],
             streamer=TextStreamer(SimpleNamespace(decode=shown), skip_prompt=True),  # type: ignore[arg-type]
         )
-        ids = sequence[0, len(asked) :].tolist()
+        ids = sequence[0, len(prompt_ids) :].tolist()
         if not ended(ids):
             say(f"(cut after {limit} tokens)")
         return response_text(ids, ended(ids), self.tokenizer, stops)

@@ -8,7 +8,8 @@ that line and exits with code 2. Bugs still give a traceback.
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 
@@ -16,7 +17,7 @@ class InputError(ValueError):
     """A mistake in the input, not in the program. The message is one line: where, what, what to do."""
 
 
-class Agreed(InputError):
+class CollectiveError(InputError):
     """An error that all processes of a run raise (``World.all_or_none`` in runs/distributed.py). Only that of
     the main process has a message."""
 
@@ -24,8 +25,23 @@ class Agreed(InputError):
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, of the system's errors without number and file, or its type's
     name where it has no message."""
-    said = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
-    return said.splitlines()[0]
+    message = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return message.splitlines()[0]
+
+
+@contextmanager
+def as_input_error(what: str) -> Iterator[None]:
+    """Turn an exception of a library into an ``InputError``: ``what``, then the exception's text."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{what}: {error}") from error
+    except BaseException as error:  # bad files and hubs lead to exceptions of every class
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # but that one is of tokenizers' Rust code
+        reason = " ".join(str(error).split())[:250]
+        hint = " (see --trust_remote_code)" if "trust_remote_code" in str(error) else ""
+        raise InputError(f"{what}: {type(error).__name__}: {reason}{hint}") from error
 
 
 def say_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

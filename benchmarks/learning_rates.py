@@ -6,7 +6,7 @@
 The sizes: the demo's policy (0.8M parameters), and two more that stage 1 trains on the demo's data first
 (4.9M and 22.5M). Each is then trained on the demo's prompts with its reward model. The critic of the two
 larger sizes starts from the actor, as with a reward model that has a tokenizer of its own. The largest makes
-24 steps in place of 46. The rule: ``suited_rate`` in trainer/inputs.py. Prints a table and writes
+24 steps in place of 46. The rule: ``rate_by_size`` in trainer/inputs.py. Prints a table and writes
 benchmarks/results/learning_rates.json.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common import ROOT, read, table, write_results
 
-from trainer.inputs import suited_rate
+from trainer.inputs import rate_by_size
 
 # (name, flags of stage 1 or None for the demo's policy, parameters of actor and critic, flags of PPO)
 SIZES = [
@@ -85,7 +85,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for name, stage_1, (actor, critic), more in SIZES:
             start = start_of(folder, name, stage_1)
-            rule = suited_rate("actor", actor), suited_rate("critic", critic)
+            rule = rate_by_size("actor", actor), rate_by_size("critic", critic)
             for times in TIMES:
                 for seed in args.seeds:
                     rates = [float(f"{rate * times:.1e}") for rate in rule]

@@ -176,7 +176,7 @@ def count_sampled(points, metrics):
 def no_whitening():
     """Advantages are centred and not divided by their standard deviation."""
 
-    AdvantageScale.unit = lambda *_: 1.0
+    AdvantageScale.divisor = lambda *_: 1.0
 
 
 def deal_anew():
@@ -201,7 +201,7 @@ def kl_in_deviations():
 
     def divided_alone(scale, batch, *more, **how):
         whiten(scale, batch, *more, **how)
-        batch.advantage_unit = 1.0
+        batch.advantage_scale = 1.0
 
     AdvantageScale.whiten = divided_alone
 

@@ -91,7 +91,7 @@ def measure(argv):
     the main one prints a line for each."""
     from one_step import take_step
 
-    from dataset.data_order import global_batch
+    from dataset.lm_dataset import global_batch
     from trainer import run as building
     from trainer import train_ppo as T
     from trainer.compute.memory import free_unused_memory

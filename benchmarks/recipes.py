@@ -17,7 +17,7 @@ from common import ROOT, read, table
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
 from model.model_minimind import MiniMindConfig, plain_config
-from trainer.inputs import EVAL_BATCH, complete_sizes, suited_rate
+from trainer.inputs import EVAL_BATCH, complete_sizes, rate_by_size
 from trainer.memory_plan import GB, USABLE, ModelSizes, PlannedRun, fitted_plan
 from trainer.train_ppo import flag_parser
 
@@ -83,7 +83,7 @@ def row_of(section):
     plan, models = planned(args, config, card, dtype, device)
     parts, total, actor = dict(plan.phases[plan.fullest]), plan.peak, models["actor"]
     kinds, lora = ("actor", "critic"), args.lora_r > 0
-    rates = [suited_rate(kind, models[kind].all, lora) for kind in kinds]
+    rates = [rate_by_size(kind, models[kind].all, lora) for kind in kinds]
     others = {name: parts.pop(name, 0) for name in ("moments", "gradients", "KV cache")}
     models = sum(size for name, size in parts.items() if name not in ("micro-batch", "logits"))
     columns = {"all": total, "models": models, **others, "micro-batch": total - models - sum(others.values())}

@@ -25,9 +25,8 @@ from trainer.compute.batching import tokens_per_forward
 from trainer.compute.memory import keep_freed_memory
 from trainer.compute.precision import LossScale
 from trainer.compute.scoring import PolicyScorer, prepare_training, score_all
-from trainer.runs.base import Progress
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import GradientSource, Updater
+from trainer.runs.optimizer_step import GradientSource, Progress, Updater
 
 PROMPTS = (55, 250, 1000)  # tokens
 ANSWER = 44  # tokens

@@ -50,14 +50,14 @@ REWRITES: dict[str, str | Callable[[re.Match], str]] = {
 DIGITS = r"(?:\d+(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][+-]?\d{1,3})?"
 NUMBER = rf"((?<![\w.)\]}}%°])[-+])?(?:(\d+) +(?=\d+/\d))?({DIGITS})(?: ?/ ?(-?{DIGITS}))?(%?)"
 BEFORE = r"(?<![\d/^])(?<!\d[.,':])(?<![/^{]-)(?<![\w}^]\{)"
-WHOLE = rf"{BEFORE}{NUMBER}(?![\d^²³¹⁰⁴-⁹]|[.,':/]+-?\d| ?/ ?\d)"
-FIRST = rf"\A{WHOLE}"
-LAST = rf"{WHOLE}\D*\Z"
-ALONE = rf"\A{WHOLE}\.?\Z"
+COMPLETE = rf"{BEFORE}{NUMBER}(?![\d^²³¹⁰⁴-⁹]|[.,':/]+-?\d| ?/ ?\d)"
+FIRST = rf"\A{COMPLETE}"
+LAST = rf"{COMPLETE}\D*\Z"
+ALONE = rf"\A{COMPLETE}\.?\Z"
 # In a box it comes after "=", with no more than words beside it, such as a unit. 3x is none.
 EQUATION = r"(?:(?:(?!\bor\b|\band\b)[^,;])*(?:=|≈|\\approx))?+"
 IN_A_BOX = rf"\A{EQUATION}[^\d\\{{}}^+*/|<>-]*?(?<![A-Za-z_])(?<![A-Za-z]\()"
-IN_A_BOX += rf"{WHOLE}(?![A-Za-z]\b)[^\d\\{{}}^+*|<>!]*\Z"
+IN_A_BOX += rf"{COMPLETE}(?![A-Za-z]\b)[^\d\\{{}}^+*|<>!]*\Z"
 BLOCK = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 FORMULA = r"[\d\\^*+=/]"  # in a formula there is one of these, in words there is none
 IN_BRACES = r"[^{}]*"
@@ -78,10 +78,10 @@ def plain(text: str) -> str:
 
 def numbers(text: str, pattern: str) -> Numbers:
     """What the number means that a pattern with ``NUMBER`` finds in a text."""
-    found = re.search(pattern, plain(text), re.DOTALL)
-    if not found:
+    match = re.search(pattern, plain(text), re.DOTALL)
+    if not match:
         return set()
-    sign, whole, over, under, percent = found.groups()
+    sign, whole, over, under, percent = match.groups()
     # Decimal reads numbers of any length.
     value, divisor, more = (Fraction(Decimal(part)) for part in (over, under or 1, whole or 0))
     if not divisor:
@@ -99,22 +99,24 @@ def final(text: str, pattern: str = LAST) -> tuple[str, Numbers]:
             return final(box, IN_A_BOX)
         if pattern == LAST and block.strip():
             return final(block)
-        if pattern == LAST and (found := numbers(solution, FIRST)):
-            return solution, found
+        if pattern == LAST and (solved := numbers(solution, FIRST)):
+            return solution, solved
     return text, numbers(text, pattern)
 
 
-def gives(text: str, answer: str, whole: bool) -> bool:
-    """Whether a text gives an answer. whole: a number has to be all of the text, or of a box in it."""
-    said, found = final(text, ALONE if whole else LAST)
-    wanted, right = final(answer, ALONE)
-    if right and found:
-        return right == found if len(right) == len(found) else bool(right & found)
-    if plain(said) == plain(wanted):
+def gives(text: str, answer: str, only: bool) -> bool:
+    """Whether a text gives an answer. only: a number has to be all of the text, or of a box in it."""
+    given, given_number = final(text, ALONE if only else LAST)
+    right, right_number = final(answer, ALONE)
+    if right_number and given_number:
+        if len(right_number) == len(given_number):
+            return right_number == given_number
+        return bool(right_number & given_number)
+    if plain(given) == plain(right):
         return True
-    if not re.search(FORMULA, wanted) or not compares_formulas():
+    if not re.search(FORMULA, right) or not compares_formulas():
         return False
-    return formulas_equal(f"${wanted}$", f"${said}$" if whole else text)
+    return formulas_equal(f"${right}$", f"${given}$" if only else text)
 
 
 def without_solution(answer: str) -> str:
@@ -132,8 +134,8 @@ def comparable(answer: Answer) -> bool:
     """Whether a response can be expected to equal this answer: a number, or a few words on one line. A longer
     text is a demonstration, which no sampled text equals."""
     for text in alternatives(answer):
-        said, number = final(text.strip(), ALONE)
-        if number or ("\n" not in said and len(said) <= LONGEST and len(said.split()) <= WORDS):
+        last, number = final(text.strip(), ALONE)
+        if number or ("\n" not in last and len(last) <= LONGEST and len(last.split()) <= WORDS):
             return True
     return False
 
@@ -145,10 +147,10 @@ def after_thinking(response: str, beginning: str = "") -> str:
     """What a model that thinks says: the text behind the last ``</think>``, without the spaces around it.
     Without that tag it is the whole response; but if the beginning of the answer, in the prompt, has opened a
     thought, it is nothing: the thought has not ended."""
-    _, tag, said = (beginning + response).rpartition("</think>")
+    _, tag, spoken = (beginning + response).rpartition("</think>")
     if tag:
-        return said.strip()
-    return "" if "<think>" in beginning else said
+        return spoken.strip()
+    return "" if "<think>" in beginning else spoken
 
 
 def answer_text(response: str) -> str | None:
@@ -163,8 +165,8 @@ def is_correct(response: str, answer: Answer, reasoning: bool, beginning: str = 
     With ``--reasoning 1`` the answer block has to be the answer. Else what follows the thought has to be it,
     or to give it as its final number or in a box (``gives``). beginning: of the answer, in the prompt.
     """
-    said = answer_text(beginning + response) if reasoning else after_thinking(response, beginning)
-    return said is not None and any(gives(said, right, reasoning) for right in alternatives(answer))
+    given = answer_text(beginning + response) if reasoning else after_thinking(response, beginning)
+    return given is not None and any(gives(given, right, reasoning) for right in alternatives(answer))
 
 
 # ---------------------------------------------------------------- formulas
@@ -183,15 +185,15 @@ def is_formula(answer: Answer) -> bool:
 _idle: list[subprocess.Popen[str]] = []  # processes that compare, to be used again
 
 
-def formulas_equal(right: str, said: str) -> bool:
-    """Whether math-verify finds the right answer in what is said; False if that takes ``SECONDS``."""
+def formulas_equal(right: str, given: str) -> bool:
+    """Whether math-verify finds the right answer in the given one; False if that takes ``SECONDS``."""
     if _idle:
         comparer = _idle.pop()
     else:
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         command = [sys.executable, __file__, str(SECONDS)]
         comparer = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True)
-    print(json.dumps([right, said]), file=comparer.stdin, flush=True)
+    print(json.dumps([right, given]), file=comparer.stdin, flush=True)
     assert comparer.stdout
     reply = comparer.stdout.readline()
     if reply:
@@ -202,14 +204,14 @@ def formulas_equal(right: str, said: str) -> bool:
 
 
 def compare_formulas() -> None:
-    """Answer each line of the input, [right, said], with True or False; end the process at one that takes too
-    long. The library's own time limits cannot stop a long multiplication."""
+    """Answer each line of the input, [right, given], with True or False; end the process at one that takes
+    too long. The library's own time limits cannot stop a long multiplication."""
     from math_verify import parse, verify
 
     for line in sys.stdin:
         faulthandler.dump_traceback_later(int(sys.argv[1]), exit=True)
-        right, said = (parse(text, parsing_timeout=None) for text in json.loads(line))
-        print(verify(right, said, timeout_seconds=None), flush=True)
+        right, given = (parse(text, parsing_timeout=None) for text in json.loads(line))
+        print(verify(right, given, timeout_seconds=None), flush=True)
         faulthandler.cancel_dump_traceback_later()
 
 

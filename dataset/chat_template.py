@@ -40,8 +40,7 @@ from dataset.formats import (
     to_messages,
     whole_answer,
 )
-from errors import InputError
-from model.loading import as_input_error
+from errors import InputError, as_input_error
 
 # A system message comes first; each user turn is put into the template; each answer ends with EOS.
 BARE_TURNS = (
@@ -181,10 +180,10 @@ def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
 @cache  # called for every text
 def _bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
     """``bos_and_eos`` without a chat template."""
-    found = tokenizer("a", return_special_tokens_mask=True)
-    ids = found["input_ids"]
-    first = [*found["special_tokens_mask"], 0].index(0)
-    return ids[:first], ids[first + found["special_tokens_mask"].count(0) :]
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    ids = encoded["input_ids"]
+    first = [*encoded["special_tokens_mask"], 0].index(0)
+    return ids[:first], ids[first + encoded["special_tokens_mask"].count(0) :]
 
 
 # ---------------------------------------------------------------- conversations -> text -> token ids
@@ -333,8 +332,8 @@ def conversation_text(
 
 def conversation(prompt: AnyPrompt, answer: str) -> Messages:
     """Prompt and answer as messages."""
-    asked, whole = whole_answer(to_messages(prompt), answer)
-    return [*asked, {"role": "assistant", "content": whole}]
+    question, full_answer = whole_answer(to_messages(prompt), answer)
+    return [*question, {"role": "assistant", "content": full_answer}]
 
 
 def learned_pieces(
@@ -361,20 +360,20 @@ def learned_pieces(
         turns = render(tokenizer, messages[: k + 1], tools=tools)
         # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
         if full.startswith(turns) and turns.startswith(context) and len(context) > done:
-            said = turns[len(context) :]
+            turn_text = turns[len(context) :]
             is_learned = TurnText.of(message["content"]).weight != 0
-            if is_learned and not is_complete(tokenizer, message, said):
+            if is_learned and not is_complete(tokenizer, message, turn_text):
                 raise InputError(
                     "the chat template changes the answer or leaves out a part, such as a thought, so it is "
                     "not learned; give another --prompt_template, or take thoughts out of the records"
                 )
-            pieces += [(context[done:], False), (said, is_learned)]
+            pieces += [(context[done:], False), (turn_text, is_learned)]
             done = len(turns)
     if not pieces or done < len(full):
         raise InputError("this chat template cannot be split into prompt and answer for training")
     if beginning := begun(prompt):
-        (context, _), (said, _) = pieces[-2:]
-        _, found, end = said.rpartition(mark_special(tokenizer, beginning + answer).rstrip())
+        (context, _), (turn_text, _) = pieces[-2:]
+        _, found, end = turn_text.rpartition(mark_special(tokenizer, beginning + answer).rstrip())
         if not found:
             raise InputError("the chat template changes the beginning of the answer; take it out")
         context = continued(context, mark_special(tokenizer, beginning))
@@ -382,13 +381,13 @@ def learned_pieces(
     return pieces
 
 
-def is_complete(tokenizer: PreTrainedTokenizerBase, message: dict[str, str], said: str) -> bool:
+def is_complete(tokenizer: PreTrainedTokenizerBase, message: dict[str, str], turn_text: str) -> bool:
     """Has the chat template written all parts of a turn of the assistant's, and its thought once?"""
     turn = as_turn(tokenizer, **message)
     parts = [turn["content"], *(turn[name] for name in THOUGHT_FIELDS if name in turn), *called(turn)]
     # Templates strip what is said, and may open its thought in the prompt.
-    whole = all(is_in(part.strip().removeprefix("<think>"), said) for part in parts)
-    return whole and said.count("</think>") <= max(1, message["content"].count("</think>"))
+    has_all = all(is_in(part.strip().removeprefix("<think>"), turn_text) for part in parts)
+    return has_all and turn_text.count("</think>") <= max(1, message["content"].count("</think>"))
 
 
 def pair_ids(
@@ -398,13 +397,13 @@ def pair_ids(
     encoders without a chat template are trained on them. Marks stay in the texts."""
     pairs = [whole_answer(*pair) for pair in conversations]
     with can_encode(tokenizer):
-        found = tokenizer(
+        encoded = tokenizer(
             [plain_text(tokenizer, prompt) for prompt, _ in pairs],
             [mark_special(tokenizer, response) for _, response in pairs],
             return_token_type_ids=True,
             verbose=False,
         )
-    return found["input_ids"], found["token_type_ids"]
+    return encoded["input_ids"], encoded["token_type_ids"]
 
 
 def conversation_ids(
@@ -475,17 +474,17 @@ def unrendered(tokenizer: PreTrainedTokenizerBase, record: Record) -> Record:
     given = record
     if {"instruction", "output"} <= record.keys() and not any(map(record.get, ("input", *PROMPTS))):
         given = {**record, "prompt": record["instruction"]}  # Alpaca's: it may be a whole prompt
-    found = dict(given)
+    fields = dict(given)
     for name in (*PROMPTS, "text", "chosen", "rejected") if tokenizer.chat_template else ():
         match given.get(name):
             case str(text) | [{"content": str(text)}]:  # TinyZero's are in a turn of the user's
-                found[name] = read_back(tokenizer, text) or found[name]
-    if found == given:
+                fields[name] = read_back(tokenizer, text) or fields[name]
+    if fields == given:
         return record
     for name in (*ANSWERS, "chosen", "rejected"):
-        if isinstance(said := found.get(name), str):
-            found[name] = without_end(tokenizer, said)
-    return found
+        if isinstance(answer := fields.get(name), str):
+            fields[name] = without_end(tokenizer, answer)
+    return fields
 
 
 # ---------------------------------------------------------------- the flags

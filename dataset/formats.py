@@ -122,7 +122,7 @@ BY_FORM = Keys()  # nothing is named
 def named(record: Record, keys: Keys) -> Record:
     """The record, with what the user named under the first name that the functions below look for. Raises
     InputError, with flag and keys found, where a named key leads to nothing."""
-    found = dict(record)
+    fields = dict(record)
     for name, key in vars(keys).items():
         if not key:
             continue
@@ -131,8 +131,8 @@ def named(record: Record, keys: Keys) -> Record:
             value = value.get(part) if isinstance(value, dict) else None
         if value is None:
             raise InputError(f'no "{key[:80]}" (--{name}_key); {keys_found(record)}')
-        found[{"prompt": NAMED_PROMPT, "answer": NAMED_ANSWER}.get(name, name)] = value
-    return found
+        fields[{"prompt": NAMED_PROMPT, "answer": NAMED_ANSWER}.get(name, name)] = value
+    return fields
 
 
 def to_prompt(record: Record) -> tuple[AnyPrompt, Answer | None]:
@@ -179,24 +179,24 @@ def to_demonstration(record: Record) -> tuple[AnyPrompt | None, str]:
 def to_pair(record: Record) -> tuple[list[Exchange], float]:
     """A record -> ([(prompt, chosen text), (prompt, rejected text)], margin). margin: how much better the
     chosen answer is, 0 if the record does not say. Raises InputError."""
-    prompt, _ = _prompt_and_last_turn(record, _asked(record) or "")
+    prompt, _ = _prompt_and_last_turn(record, _question(record) or "")
     sides = []
     for which in ("chosen", "rejected"):
-        said = record.get(which)
-        if said is None:
+        side = record.get(which)
+        if side is None:
             raise InputError(
                 f'no "{which}"; {keys_found(record)}: rename the key, or name it with '
                 f'--{which}_key; or give each answer a "score"'
             )
-        if isinstance(said, dict) and {"content", "value"} & said.keys():
-            said = [said]  # a single turn, as in LLaMA-Factory's files
-        asked, response = _with_answer(prompt, said, is_transcript(said))
-        if _is_empty(asked) or response is None:
+        if isinstance(side, dict) and {"content", "value"} & side.keys():
+            side = [side]  # a single turn, as in LLaMA-Factory's files
+        turns, response = _with_answer(prompt, side, is_transcript(side))
+        if _is_empty(turns) or response is None:
             raise InputError(
                 f'"{which}" must be an answer to a prompt that is more than a system message: text beside a '
                 '"prompt" (--prompt_key), a transcript, or turns that end with the assistant\'s'
             )
-        sides.append((add_system(asked, _system(record)), response))
+        sides.append((add_system(turns, _system(record)), response))
     return sides, _number("margin", record.get("margin", 0.0))
 
 
@@ -222,20 +222,20 @@ def _first(record: Record, names: tuple[str, ...]) -> Any:
     return next((record[name] for name in names if record.get(name) is not None), None)
 
 
-def _asked(record: Record) -> Any:
+def _question(record: Record) -> Any:
     """What a record asks, with or without the answer: text or turns."""
     for name in NO_TEXT:
         if record.get(name):
             raise InputError(f'"{name}" is not empty, and only text can be read; delete the line or the key')
-    asked = _first(record, PROMPTS)
-    if asked is None and {"instruction", "output"} <= record.keys():
+    question = _first(record, PROMPTS)
+    if question is None and {"instruction", "output"} <= record.keys():
         texts = [str(record.get(name) or "") for name in ("instruction", "input")]
-        asked = "\n\n".join(filter(str.strip, texts))
+        question = "\n\n".join(filter(str.strip, texts))
         history = record.get("history")
         if history and isinstance(history, list):  # LLaMA-Factory's: [[question, answer], …]
-            earlier = [said for pair in history for said in (pair if isinstance(pair, list) else [pair])]
-            asked = [{"content": said} for said in (*earlier, asked)]
-    return record.get("text") if asked is None else asked
+            earlier = [text for pair in history for text in (pair if isinstance(pair, list) else [pair])]
+            question = [{"content": text} for text in (*earlier, question)]
+    return record.get("text") if question is None else question
 
 
 def _system(record: Record) -> str:
@@ -249,8 +249,8 @@ def is_pair(record: Record) -> bool:
     return {"chosen", "rejected"} <= record.keys()
 
 
-def _is_turns(said: Any) -> bool:
-    return isinstance(said, list) and bool(said) and all(isinstance(turn, dict) for turn in said)
+def _is_turns(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
 
 
 def _as_text(answer: Any) -> str:
@@ -267,65 +267,65 @@ def _as_text(answer: Any) -> str:
 def _prompt_and_answer(record: Record) -> tuple[AnyPrompt, str | None]:
     """A record of any form -> (prompt, the text that answers it, or None)."""
     answer: str | None
-    said = _first(record, ANSWERS)
+    beside = _first(record, ANSWERS)
     if {"messages", "conversations"} & record.keys() and not (
-        NAMED_ANSWER in record or isinstance(said, str | int | float) or _is_turns(said)
+        NAMED_ANSWER in record or isinstance(beside, str | int | float) or _is_turns(beside)
     ):
-        said = None  # something else beside a conversation, such as a list of accepted answers
+        beside = None  # something else beside a conversation, such as a list of accepted answers
     if is_pair(record):
         prompt, answer = to_pair(record)[0][0]
     else:
-        asked = _asked(record)
-        if asked is None:
+        question = _question(record)
+        if question is None:
             raise InputError(
                 f'no prompt (an "instruction" needs an "output" beside it); {keys_found(record)}: name the '
                 "prompt with --prompt_key and the answer, if any, with --answer_key, or rename them"
             )
-        prompt, answer = _prompt_and_last_turn(record, asked)
-    if said is not None and not (answer and said == ""):  # an empty column beside whole conversations
-        prompt, answer = _with_answer(prompt, said)
+        prompt, answer = _prompt_and_last_turn(record, question)
+    if beside is not None and not (answer and beside == ""):  # an empty column beside whole conversations
+        prompt, answer = _with_answer(prompt, beside)
     if _is_empty(prompt):
         raise InputError("the prompt is empty, or only a system message; fill it in or delete the line")
     return add_system(prompt, _system(record)), answer
 
 
-def _prompt_and_last_turn(record: Record, asked: Any) -> tuple[AnyPrompt, str | None]:
+def _prompt_and_last_turn(record: Record, question: Any) -> tuple[AnyPrompt, str | None]:
     """What a record asks -> (prompt, the answer at its end, or None). The assistant's turn at the end of
     "prompt" is no answer but the beginning of one; of a transcript, if there is an answer beside it. So is an
     open thought beside an answer."""
-    prompt, last = split(asked)
+    prompt, last = split(question)
     if last is None or last.strip() in PLACEHOLDERS:
         return prompt, None
     is_open = last.rfind("<think>") > last.rfind("</think>")
-    is_prompt = asked == record.get("prompt")
+    is_prompt = question == record.get("prompt")
     if isinstance(prompt, str):
         is_begun = is_prompt and _first(record, ANSWERS) is not None
-        return (asked, None) if is_begun else (prompt, last)
+        return (question, None) if is_begun else (prompt, last)
     has_answer = is_pair(record) or not record.keys().isdisjoint(HAVE_ANSWER)
     if is_prompt or (is_open and has_answer):
         return [*prompt, {"role": "assistant", "content": TurnText(last, is_begun=True)}], None
     return prompt, last
 
 
-def _with_answer(prompt: AnyPrompt, said: Any, whole: bool = False) -> tuple[AnyPrompt, str | None]:
-    """A prompt, empty if there is none, and what answers it -> (prompt, answer). said: text, or turns, which
-    may repeat the prompt; anything else becomes JSON text. whole: said is a transcript, to be split."""
-    if not (_is_turns(said) or whole):
-        return prompt, _as_text(said)
-    turns, answer = split(said)
+def _with_answer(prompt: AnyPrompt, reply: Any, to_split: bool = False) -> tuple[AnyPrompt, str | None]:
+    """A prompt, empty if there is none, and what answers it -> (prompt, answer). reply: text, or turns, which
+    may repeat the prompt; anything else becomes JSON text. to_split: reply is a transcript."""
+    if not (_is_turns(reply) or to_split):
+        return prompt, _as_text(reply)
+    turns, answer = split(reply)
     if not prompt or isinstance(turns, str):
         return turns, answer
-    asked = to_messages(prompt)
-    beginning = begun(asked)
-    if beginning and turns == asked[:-1] and answer and answer.startswith(beginning):  # it is repeated
+    prompt_turns = to_messages(prompt)
+    beginning = begun(prompt_turns)
+    if beginning and turns == prompt_turns[:-1] and answer and answer.startswith(beginning):  # it is repeated
         return prompt, answer[len(beginning) :]
-    if turns[: len(asked)] == asked:
+    if turns[: len(prompt_turns)] == prompt_turns:
         return turns, answer
     speakers = [turn["role"] for turn in turns if turn["role"] != "system"]
-    if speakers[:1] == ["user"] and asked[-1]["role"] != "assistant":  # the same in other words
-        system = asked[0]["content"] if asked[0]["role"] == "system" else ""
+    if speakers[:1] == ["user"] and prompt_turns[-1]["role"] != "assistant":  # the same in other words
+        system = prompt_turns[0]["content"] if prompt_turns[0]["role"] == "system" else ""
         return add_system(turns, system), answer
-    return asked + turns, answer
+    return prompt_turns + turns, answer
 
 
 def _is_empty(prompt: AnyPrompt) -> bool:
@@ -380,12 +380,12 @@ def as_messages(turns: Any) -> Messages:
     return messages
 
 
-def calls_in(found: Any) -> Tools:
+def calls_in(value: Any) -> Tools:
     """Calls of tools as OpenAI has them, their arguments as JSON objects. Raises InputError for what is no
     call."""
-    found = _from_json(found)
+    value = _from_json(value)
     calls = []
-    for call in found if isinstance(found, list) else [found] if found else []:
+    for call in value if isinstance(value, list) else [value] if value else []:
         match _from_json(call):
             case {"function": {"name": str(name), **more}} | {"name": str(name), **more}:
                 function = {"name": name, "arguments": _from_json(more.get("arguments", {}))}
@@ -397,7 +397,7 @@ def calls_in(found: Any) -> Tools:
 
 def tools_of(record: Record) -> Tools:
     """The tools of a record: its own, or those in one of its turns. Raises InputError."""
-    conversations = map(_turns_of, (_asked(record), _first(record, ANSWERS), record.get("chosen")))
+    conversations = map(_turns_of, (_question(record), _first(record, ANSWERS), record.get("chosen")))
     turns = chain(*filter(_is_turns, conversations))
     tools: Any = []
     for place in (record, {"tools": record.get("functions")}, *turns):
@@ -429,8 +429,8 @@ def _as_json(value: Any) -> str:
 def replaces_turn(record: Record) -> bool:
     """Does an answer beside a conversation take the place of the assistant's turn at its end?"""
     turns = _first(record, ("messages", "conversations"))
-    said = _first(record, ANSWERS)
-    if not _is_turns(turns) or not isinstance(said, str | int | float) or said == "" or is_pair(record):
+    reply = _first(record, ANSWERS)
+    if not _is_turns(turns) or not isinstance(reply, str | int | float) or reply == "" or is_pair(record):
         return False
     return _prompt_and_last_turn(record, turns)[1] is not None
 
@@ -453,13 +453,13 @@ def to_messages(prompt: AnyPrompt) -> Messages:
     _, *pieces = SPEAKS.split("\n\n" + prompt.strip())
     turns = zip(pieces[::2], pieces[1::2], strict=True)
     messages = [
-        {"role": ROLE_NAMES[speaker.lower()], "content": "\n\n".join(text for _, text in said)}
-        for speaker, said in groupby(turns, lambda turn: turn[0])
+        {"role": ROLE_NAMES[speaker.lower()], "content": "\n\n".join(text for _, text in parts)}
+        for speaker, parts in groupby(turns, lambda turn: turn[0])
     ]
     last = messages[-1]
     if last["role"] == "assistant":
-        said = TurnText(last["content"], is_begun=True)
-        messages[-1:] = [last | {"content": said}] if said else []
+        beginning = TurnText(last["content"], is_begun=True)
+        messages[-1:] = [last | {"content": beginning}] if beginning else []
     return messages
 
 

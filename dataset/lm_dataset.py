@@ -1,4 +1,4 @@
-"""Datasets: prompts for PPO, demonstrations for stage 1, pairs or ratings for stage 2, logged answers.
+"""Datasets and the order of their records: prompts for PPO, demonstrations, pairs, ratings, logged answers.
 
 Prompts and other records that are too long are dropped here, and never cut. Too long is more than
 ``max_length`` tokens (``--max_seq_len``); for PPO that counts the prompt alone, chat template included. Files
@@ -15,10 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dataset.answers import Answer, comparable, is_formula
@@ -64,7 +66,7 @@ SAMPLE = 1_000  # records of a larger file that are read at the start, evenly sp
 RENDERED = re.compile(r"\s*(<\|\w+\|>|<start_of_turn>|\[INST\])")  # how texts of chat templates begin
 CHOSEN, REJECTED = 1.0, -1.0  # the scores of a pair's answers in offline PPO (HALOs, arXiv:2402.01306)
 
-Judged = tuple[*tuple[Ids, ...], float]  # token ids of one or two conversations, and a number
+Labelled = tuple[*tuple[Ids, ...], float]  # token ids of one or two conversations, and a number
 Item = TypeVar("Item")
 
 
@@ -94,15 +96,15 @@ class RecordDataset(Generic[Item], ABC):
         self.pairs = is_pair(first) or "score" not in first  # and not rated answers
         self.per_record = 2 if self.by_answer and self.pairs else 1  # items
         n = len(self.records) * self.per_record
-        whole = n <= READ_WHOLE
-        self._places = range(n) if whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
+        reads_all = n <= READ_WHOLE
+        self._places = range(n) if reads_all else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
         digest = hashlib.sha256(f"{n}".encode())
         fitting = {}  # {number of an item: its length}
         self.needed = 0  # tokens of the longest one read
         with phase(f"tokens of {self.path}", len(self._places), "records") as bar:
             for i in self._places:
                 item = self.make(i)
-                self.note_item(item)
+                self.count_item(item)
                 digest.update(json.dumps(item, default=_hashed).encode())
                 length = self.length(item)
                 self.needed = max(self.needed, length)
@@ -111,10 +113,10 @@ class RecordDataset(Generic[Item], ABC):
                 bar.update()
         if not fitting:
             raise self.too_long()
-        self._kept = list(fitting) if whole else range(n)
+        self._kept = list(fitting) if reads_all else range(n)
         self.read = len(self._places)
         self.dropped = self.read - len(fitting)
-        self.longest = max(fitting.values()) if whole else self.max_length
+        self.longest = max(fitting.values()) if reads_all else self.max_length
         self.fingerprint = digest.hexdigest()[:12]
 
     @abstractmethod
@@ -126,7 +128,7 @@ class RecordDataset(Generic[Item], ABC):
         assert isinstance(item, tuple)
         return max(map(len, item[:-1]))
 
-    def note_item(self, item: Item) -> None:
+    def count_item(self, item: Item) -> None:
         """Called at the start with each item that is read."""
 
     def make(self, i: int) -> Item:
@@ -139,9 +141,9 @@ class RecordDataset(Generic[Item], ABC):
 
     def fields(self, record: Record) -> Record:
         """A record as the functions of formats.py read it."""
-        found = named(record, self.keys)
-        read = unrendered(self.tokenizer, found)
-        if read is not found:
+        given = named(record, self.keys)
+        read = unrendered(self.tokenizer, given)
+        if read is not given:
             self.noted.add("texts that the chat template has written already are read as messages")
         if replaces_turn(read):
             self.noted.add(
@@ -158,9 +160,9 @@ class RecordDataset(Generic[Item], ABC):
 
     def tools(self, record: Record, prompt: AnyPrompt) -> Tools:
         """The tools of a record as ``fields`` gives it; its prompt is noted as well. Raises InputError."""
-        found = tools_of(record)
+        tools = tools_of(record)
         turns = to_messages(prompt)
-        if found or any(turn["role"] == "tool" for turn in turns):
+        if tools or any(turn["role"] == "tool" for turn in turns):
             shown = self.shows_tools and is_read(self.tokenizer, "tools")
             lists = "shown as the chat template writes them" if shown else "left out"
             self.noted.add(f"no tool is run; lists of tools are {lists}")
@@ -169,7 +171,7 @@ class RecordDataset(Generic[Item], ABC):
                 "turns begin with marks of a chat template, such as <|im_start|> or [INST], which stay text; "
                 "give messages in their place, or the template with --prompt_template"
             )
-        return found
+        return tools
 
     def notes(self) -> list[str]:
         """What is to be said of the records that were read at the start."""
@@ -270,17 +272,17 @@ class RLAIFDataset(RecordDataset[Prompt]):
         """Whether it says something how many responses equal the answers: can most of these be compared?"""
         return 0 < self.with_answer <= 2 * self.comparable_answers
 
-    def note_item(self, item: Prompt) -> None:
+    def count_item(self, item: Prompt) -> None:
         if item.answer is not None:
             self.with_answer += 1
             self.comparable_answers += comparable(item.answer)
             self.formulas += comparable(item.answer) and is_formula(item.answer)
 
     def item(self, i: int, record: Record) -> Prompt:
-        found = self.fields(record)
-        prompt, answer = to_prompt(found)
+        fields = self.fields(record)
+        prompt, answer = to_prompt(fields)
         prompt = add_system(prompt, self.system_prompt)
-        tools = self.tools(found, prompt)
+        tools = self.tools(fields, prompt)
         switches = self.thinking(i) if self.thinking else {}
         text = prompt_text(self.tokenizer, prompt, tools, **switches)
         return Prompt(
@@ -319,17 +321,17 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
 
     def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
         tokenizer = self.tokenizer
-        found = self.fields(record)
+        fields = self.fields(record)
         for name in THOUGHT_FIELDS:
-            if found.get(name):
+            if fields.get(name):
                 self.noted.add(f'"{name}" beside an answer is not learned; <think>…</think> in the answer is')
-        prompt, answer = to_demonstration(found)
+        prompt, answer = to_demonstration(fields)
         prompt = prompt and add_system(prompt, self.system_prompt)
-        pieces = learned_pieces(tokenizer, prompt, answer, self.tools(found, prompt or ""))
+        pieces = learned_pieces(tokenizer, prompt, answer, self.tools(fields, prompt or ""))
         if prompt and tokenizer.chat_template and self.ends is None:
             roles = [turn["role"] for turn in to_messages(prompt)]
-            said = roles.count("assistant") + (not begun(prompt))  # a beginning and its answer are one
-            self.rewritten += said - len(pieces) // 2
+            spoken = roles.count("assistant") + (not begun(prompt))  # a beginning and its answer are one
+            self.rewritten += spoken - len(pieces) // 2
         ids: Ids = []
         mask: Ids = []
         context = ""
@@ -382,13 +384,13 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
 # ---------------------------------------------------------------- preferences (stage 2)
 
 
-class PreferenceDataset(RecordDataset[Judged]):
+class PreferenceDataset(RecordDataset[Labelled]):
     """Pairs: items (chosen ids, rejected ids, margin), the margin 0.0 if the record has none; or rated
     answers: items (conversation ids, score). The token ids are those that the reward model reads in PPO."""
 
     shows_tools = False
 
-    def item(self, i: int, record: Record) -> Judged:
+    def item(self, i: int, record: Record) -> Labelled:
         record = self.fields(record)
         sides, number = self.exchanges(record)
         self.tools(record, sides[0][0])
@@ -426,15 +428,15 @@ class LoggedRecords(RecordDataset[Item]):
 
     def answer(self, i: int, record: Record, side: int) -> LoggedAnswer:
         """Item ``i``, an answer of a record. side: of a pair, 0 for the chosen one, 1 for the other."""
-        found = self.fields(record)
-        sides, score = self.exchanges(found)
+        fields = self.fields(record)
+        sides, score = self.exchanges(fields)
         if self.pairs:
             score = (CHOSEN, REJECTED)[side]
         prompt, response = sides[side]
-        tools = self.tools(found, prompt)
-        *pieces, (said, _) = learned_pieces(self.tokenizer, prompt, response, tools)
+        tools = self.tools(fields, prompt)
+        *pieces, (reply, _) = learned_pieces(self.tokenizer, prompt, response, tools)
         context = "".join(text for text, _ in pieces)
-        ids = self.ids(said, context)
+        ids = self.ids(reply, context)
         ends = [place for place, token in enumerate(ids) if token in self.eos]
         if not ends:
             raise InputError(
@@ -476,3 +478,41 @@ class LoggedPairs(LoggedRecords[tuple[LoggedAnswer, LoggedAnswer]]):
 
     def item(self, i: int, record: Record) -> tuple[LoggedAnswer, LoggedAnswer]:
         return self.answer(i, record, 0), self.answer(i, record, 1)
+
+
+# ---------------------------------------------------------------- the order of records
+#
+# It depends on the seed, the epoch and the size of the global batch only, not on the number of processes. So
+# a resumed run goes on in the order of the run that was stopped.
+
+
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of range(n) as an array; it depends on the arguments only.
+
+    Ten million numbers take half a second and 40 MB. numpy has promised not to change RandomState's stream
+    (NEP 19), so a run that is resumed with another numpy continues in the same order.
+    """
+    order = np.arange(n, dtype=np.uint32)
+    np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, epoch]).shuffle(order)
+    return order
+
+
+# Of prompts and demonstrations; a batch may reach into the next epoch.
+epoch_order = lru_cache(maxsize=4)(permutation)
+
+
+def global_batch(n: int, seed: int, step: int, size: int) -> list[int]:
+    """Dataset indices of global batch ``step``: ``size`` entries of the endless stream of epochs."""
+    places = (divmod(position, n) for position in range(step * size, (step + 1) * size))
+    return [int(epoch_order(n, seed, epoch)[i]) for epoch, i in places]
+
+
+def local_positions(batch_size: int, rank: int, world: int, group_size: int) -> list[int]:
+    """The positions in the global batch that this process holds, in the order of its local rows: every
+    ``world``-th prompt, with all its responses (completions) one after the other.
+
+    Position p is response p % group_size to prompt p // group_size of the global batch. ``batch_size``, in
+    responses, is per process.
+    """
+    prompts = range(rank, batch_size // group_size * world, world)
+    return [prompt * group_size + sample for prompt in prompts for sample in range(group_size)]

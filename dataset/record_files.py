@@ -23,8 +23,8 @@ from textwrap import shorten
 from typing import IO, Any
 
 from dataset.formats import Record
-from errors import InputError
-from model.loading import as_input_error, quiet
+from errors import InputError, as_input_error
+from model.loading import quiet
 
 TABLE = ".parquet"
 HUB_NAME = re.compile(

@@ -37,7 +37,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as hf_logging
 
-from errors import InputError
+from errors import InputError, as_input_error
 from model.model_minimind import MiniMindConfig, plain_config
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
@@ -334,21 +334,6 @@ def _described(path: str | Path) -> str:
 
 def _has_tokenizer(folder: Path) -> bool:
     return any([*folder.glob("tokenizer*"), *folder.glob("vocab.*")])
-
-
-@contextmanager
-def as_input_error(what: str) -> Iterator[None]:
-    """Turn an exception of transformers into an ``InputError``: ``what``, then the exception's text."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{what}: {error}") from error
-    except BaseException as error:  # bad files and hubs lead to exceptions of every class
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # but that one is of tokenizers' Rust code
-        reason = " ".join(str(error).split())[:250]
-        hint = " (see --trust_remote_code)" if "trust_remote_code" in str(error) else ""
-        raise InputError(f"{what}: {type(error).__name__}: {reason}{hint}") from error
 
 
 hf_logging.disable_progress_bar()

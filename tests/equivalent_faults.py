@@ -21,6 +21,9 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "with models.host.on_device(models.reference, models.old_actor):"
         ],
         "what trains no more has no step to note": ["pass  # break"],
+        "a greatest common divisor of two has no order": [
+            "spread = math.gcd(group_size, batch_size // mini_batch_size)"
+        ],
         "a share of 1 is all tokens": ["if args.entropy_top <= 1:", "if args.entropy_top < 2:"],
     },
     "trainer/options/offline.py": {
@@ -30,18 +33,18 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
     },
     "trainer/options/missing_eos.py": {
-        EXACTLY: ["penalty = UNKNOWN if found.std <= LEAST_SPREAD else float(f'{found.std:.2g}')"]
+        EXACTLY: ["penalty = UNKNOWN if statistics.std <= LEAST_SPREAD else float(f'{statistics.std:.2g}')"]
     },
     "trainer/advantages.py": {
         "float32 is the default": ["rewards = torch.zeros(mask.shape, device=mask.device)"],
         EXACTLY: [
             "return torch.where(differences.abs() <= ROUNDING * size, 0.0, differences)",
             "return (mean, 0.0 if std < ROUNDING * abs(mean) else std)",
-            "if not (differ and 0 < size < LARGEST):",
+            "if not (has_signal and 0 < size < LARGEST):",
             "if not (total[1] < LARGEST and error[1] <= LARGEST):",
             "if not (total[1] <= LARGEST and error[1] < LARGEST):",
-            "far_off = error_std ** 2 >= MISLED * variance or spread ** 2 < SMALL * variance",
-            "far_off = error_std ** 2 > MISLED * variance or spread ** 2 <= SMALL * variance",
+            "misleading = error_std ** 2 >= WORSE_THAN_MEAN * variance",
+            "flat = spread ** 2 <= NEARLY_CONSTANT * variance",
         ],
         "the last sum adds nothing": ["while n <= x.shape[1]:"],
     },
@@ -105,15 +108,15 @@ HAND_WRITTEN = {
     ],
     "trainer/rewards/combine.py": [
         (
-            "for _, text in asked] if self.reasoning else []",
-            "for _, text in asked]",
+            "for _, text in exchanges] if self.reasoning else []",
+            "for _, text in exchanges]",
             "tests/rewards/test_rewards.py",
         ),
         ("[[*blocks]] = x[count:]", "[[*blocks]] = x[count:].flip(0)", ALONE),
-        ("[(asked[row][0], block)", "[(asked[0][0], block)", ALONE),
+        ("[(exchanges[row][0], block)", "[(exchanges[0][0], block)", ALONE),
     ],
     "trainer/rewards/reward_function.py": [
-        ("zip(given, responses, strict=True), 1", "zip(given, responses[::-1], strict=True), 1", ALONE)
+        ("zip(items, responses, strict=True), 1", "zip(items, responses[::-1], strict=True), 1", ALONE)
     ],
     "trainer/rewards/reward_server.py": [
         (
@@ -162,5 +165,7 @@ HAND_WRITTEN = {
     "trainer/compute/precision.py": [
         ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py")
     ],
-    "dataset/lm_dataset.py": [("self.ids(said, context)", "self.ids(said)", "tests/dataset/test_dataset.py")],
+    "dataset/lm_dataset.py": [
+        ("self.ids(reply, context)", "self.ids(reply)", "tests/dataset/test_dataset.py")
+    ],
 }

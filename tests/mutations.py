@@ -38,12 +38,14 @@ NOTICED, UNNOTICED = "noticed", "NOT NOTICED"
 
 RECOMPUTED = "tests/test_whole_step.py::test_three_steps_equal_a_recomputation_in_plain_torch"
 TESTS = {
-    "trainer/advantages.py": ["tests/test_ppo.py", "tests/test_value_scale.py"],
+    "trainer/advantages.py": ["tests/test_ppo.py", "tests/test_value_scale.py", "tests/test_step_rewards.py"],
     "trainer/losses.py": ["tests/test_ppo.py"],
     "trainer/train_ppo.py": [
         RECOMPUTED,
         "tests/test_ema.py::test_a_run_evaluates_and_saves_the_average",
         "tests/runs/test_several_answers.py",
+        "tests/test_replay.py",
+        "tests/dataset/test_dataset.py::test_answers_to_a_prompt_are_spread_over_minibatches",
         "tests/compute/test_loss_scale.py::test_what_a_lower_scale_cannot_help_ends_the_run_and_names_fp32",
         "tests/test_progress_bar.py::test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit",
         "tests/test_flags.py::test_a_flag_that_excludes_another_is_one_line_with_both_and_the_reason",

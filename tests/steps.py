@@ -4,7 +4,7 @@ from functools import partial
 
 from benchmarks.one_step import take_step  # noqa: F401  (for tests, which import it from here)
 from trainer import advantages, train_ppo
-from trainer.rollout import Seconds
+from trainer.runs.metrics import Seconds
 from trainer.runs.optimizer_step import GradientSource
 
 
@@ -22,10 +22,10 @@ def filled(run, step, batch):
     for option in run.options:
         option.before_estimate(step, batch)
     train_ppo.reward_tokens(args, batch, run.kl.coef)
-    differ = advantages.scores_differ(batch, world.sum)
+    has_signal = advantages.scores_differ(batch, world.sum)
     if models.critic:
-        run.value_scale.fit(batch, differ, world.sum)
-    train_ppo.estimate(args, batch, differ, run.advantage_scale, world)
+        run.value_scale.fit(batch, has_signal, world.sum)
+    train_ppo.estimate(args, batch, has_signal, run.advantage_scale, world)
     return batch
 
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 from tiny import PYTHON, ROOT, WORDS, save_policy_dir, word_tokenizer
 
-from trainer.compute.batching import Layout
+from dataset.formats import Keys
+from dataset.lm_dataset import RLAIFDataset
+from model.loading import load_tokenizer
 from trainer.compute.cpu import kernels as cpu
 from trainer.compute.kernels import kernels_of
 from trainer.rewards.combine import Reward
@@ -39,10 +41,15 @@ def test_trainers_take_turns(benchmark, monkeypatch, tmp_path):
     """Both are this trainer here. A worker that cannot start is an error with what it said."""
     peers, end_to_end = benchmark("peers"), benchmark("end_to_end")
     monkeypatch.setattr(peers, "matrix_rate", lambda dtype: 1e12)
-    monkeypatch.setattr(peers, "LONGEST", {"fixed": 5})
     end_to_end.write_inputs(tmp_path, TINY, None, 60)
-    request, trl = peers.requests_of("RLOO", "fixed", "float32", str(tmp_path))
-    assert (trl["method"], trl["longest"], trl["kl"]) == ("RLOO", 5, 0.02)
+    request, trl = peers.requests_of("RLOO", "float32", str(tmp_path), longest=5)
+    assert (trl["method"], trl["longest"], trl["kl"], trl["batch"], trl["answers"]) == (
+        "RLOO",
+        5,
+        0.02,
+        128,
+        8,
+    )
     workers = [peers.Worker(sys.executable, "ours", request) for _ in range(2)]
     with workers[0] as mine, workers[1] as theirs:
         steps = peers.take_turns(mine, theirs, torch.float32, 1)
@@ -52,7 +59,8 @@ def test_trainers_take_turns(benchmark, monkeypatch, tmp_path):
     assert found["mean length"] == 5
     assert found["ours samples/s"]["median"] == round(128 / taken["seconds"], 2)
     assert found["ratio"]["median"] == round(other["seconds"] / taken["seconds"], 2)
-    assert found["peer, of machine"]["median"] == round(taken["operations"] / other["seconds"] / 1e12, 2)
+    assert found["peer, of machine"]["median"] == round(other["operations"] / other["seconds"] / 1e12, 2)
+    assert 0 < sum(found["ours seconds"].values()) < taken["seconds"]
     assert 0.1 < found["ours GiB"] < 8
     assert peers.row(found)["GiB, ours / peer"] == f"{found['ours GiB']} / {found['peer GiB']}"
     with (
@@ -60,6 +68,39 @@ def test_trainers_take_turns(benchmark, monkeypatch, tmp_path):
         pytest.raises(RuntimeError, match=r"(?s)nobody has ended:.*KeyError: 'nobody'"),
     ):
         bad.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method, shape", [("GRPO", "2x2"), ("PPO", "4x1")])
+def test_a_real_model_is_measured(benchmark, monkeypatch, method, shape):
+    """The demo's policy. Both are this trainer again."""
+    peers = benchmark("peers")
+    asked = {}
+    worker_step = peers.Worker.step
+
+    class Both(peers.Worker):
+        def __init__(self, python, name, request):
+            asked[name] = request
+            super().__init__(sys.executable, "ours", asked["ours"])
+
+        def step(self):
+            return super().step() | {"version": "1.16.0"}
+
+    monkeypatch.setattr(peers, "Worker", Both)
+    monkeypatch.setattr(peers, "matrix_rate", lambda dtype: 1e12)
+    monkeypatch.setattr(peers, "write_sums", partial(peers.write_sums, count=8))
+    monkeypatch.setitem(peers.LONGEST, "real", 8)
+    model = str(ROOT / "model/demo/policy")
+    found = peers.measure_real("new", "old", model, 1, {"commit": "c"}, method, "60", shape, "float32")
+    assert (found["prompt"], found["answers"], found["model"], found["commit"]) == (60, shape, "policy", "c")
+    assert found["peer"] == f"{method}, TRL 1.16.0"
+    assert 1 <= found["mean length"] <= 8
+    trl = asked["TRL's PPO" if method == "PPO" else "TRL"]
+    assert (trl["batch"], trl["answers"], trl["model"]) == (4, int(shape[2]), model)
+    assert ("critic_learning_rate" in asked["ours"]) == (method != "PPO")  # None: there is no critic
+    monkeypatch.setattr(Both, "step", lambda worker: worker_step(worker) | {"version": "", "prompt": 59})
+    with pytest.raises(RuntimeError, match=r"prompts of 60 tokens were read as \[59\]"):
+        peers.measure_real("new", "old", model, 1, {}, method, "60", shape, "float32")
 
 
 def test_generation_beside_generate_and_other_peers(benchmark, monkeypatch):
@@ -135,13 +176,114 @@ def test_what_decoding_and_a_step_without_a_critic_need_by_hand(benchmark):
     pair = 4 * 128  # of attention, a token and one that it sees
     prompt = 2 * layer * 4 + pair * (1 + 2 + 3 + 4)
     answers = 2 * layer * (3 + 2) + pair * (5 + 6 + 7 + 5 + 6) + 2 * 128 * 50 * (3 + 2)
-    rollout = SimpleNamespace(layout=Layout.of_responses([4, 4], [3, 2], torch.device("cpu")))
-    for kl_coef, forwards in ((0.0, 3), (0.02, 4)):
-        args = SimpleNamespace(num_generations=2, kl_coef=kl_coef)
-        run = SimpleNamespace(models=SimpleNamespace(actor=model))
-        ours = SimpleNamespace(run=run, args=args)
-        wanted = prompt + answers + forwards * (2 * prompt + answers)
-        assert peers.operations(ours, rollout) == pytest.approx(wanted)
+    head = 2 * 128 * 50 * (3 + 2)
+    for advantage, kl_coef, prompts, wanted in (
+        ("group", 0.0, 1, 4 * (prompt + answers)),
+        ("rloo", 0.02, 1, 5 * (prompt + answers)),
+        ("gae", 0.02, 2, 5 * (2 * prompt + answers) + 4 * (2 * prompt + answers - head)),  # and the critic
+    ):
+        flags = SimpleNamespace(num_generations=2 // prompts, kl_coef=kl_coef, advantage=advantage)
+        facts = peers.facts_of(model, [4, 4], [3, 2], flags)
+        assert facts == {"length": 2.5, "prompt": 4, "operations": pytest.approx(wanted)}
+
+
+@pytest.mark.parametrize("tokens", [60, 250])
+def test_sums_have_exactly_so_many_tokens(benchmark, tmp_path, tokens):
+    """Ours reads them with that many, too."""
+    peers = benchmark("peers")
+    policy = ROOT / "model/demo/policy"
+    peers.write_sums(tmp_path / "sums.jsonl", policy, tokens, count=20)
+    prompts = RLAIFDataset(str(tmp_path / "sums.jsonl"), load_tokenizer(str(policy)), 300, keys=Keys())
+    assert [len(prompts[i].prompt_ids) for i in range(len(prompts))] == [tokens] * 20
+    assert len({prompts[i].text for i in range(20)}) == 20
+    with pytest.raises(SystemExit, match="error: --model: no prompt of 3 tokens"):
+        peers.write_sums(tmp_path / "sums.jsonl", policy, 3, count=1)
+
+
+def measured(peers, method="GRPO", prompt="55", shape="8x4", dtype="float32", facts=()):
+    """A result of ``measure_real``: the peer takes four times as long for twice the operations."""
+    ours, theirs = (
+        [
+            {
+                "seconds": x,
+                "GiB": x,
+                "length": x,
+                "operations": 1.5e12 * x**0.5,
+                "phases": dict.fromkeys(peers.PHASES, x),
+            }
+        ]
+        for x in (4.0, 16.0)
+    )
+    steps = [*zip(ours, theirs, [1e12], strict=True)]
+    case = {"peer": f"{method}, TRL 1.16.0", "model": "M", "prompt": int(prompt), "answers": shape}
+    return peers.result(case | {"dtype": dtype} | dict(facts), 32, steps, shares=True)
+
+
+def test_the_real_model_stands_first_on_each_page(benchmark, monkeypatch, tmp_path):
+    peers = benchmark("peers")
+    monkeypatch.setattr(peers, "RESULTS", tmp_path)
+    for name, head in (("README.md", "| peer | x |"), ("README_zh.md", "| 对比对象 | x |")):
+        (tmp_path / name).write_text(f"before\n{head}\n|---|---|\n| small | 1 |\n\n| **other** |\n")
+    before = (tmp_path / "README.md").read_text()
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- peers -->\nold\n<!-- end of peers -->\nb\n")
+    monkeypatch.setattr(peers, "PAGE", page)
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    peers.write_tables()
+    assert (tmp_path / "README.md").read_text() == before  # nothing is measured yet
+    results = [measured(peers), measured(peers, dtype="bfloat16"), measured(peers, shape="8x8")]
+    (tmp_path / "peers_real.json").write_text(json.dumps({"results": [*results, measured(peers, "RLOO")]}))
+    small = {name: x for name, x in results[0].items() if name not in ("prompt", "answers")}
+    (tmp_path / "peers_cpu.json").write_text(json.dumps({"results": [small | {"lengths": "fixed"}]}))
+    for _ in range(2):  # the second time they are replaced
+        peers.write_tables()
+        rows = (tmp_path / "README.md").read_text().splitlines()
+        cpu = results[0]["CPU"]
+        assert rows[3] == (
+            f"| **M** ({cpu}): TRL 1.16, GRPO | "
+            "fp32, prompts of 55 tokens, 8x4 answers: 8.0 / 2.0 = **4.0**; "
+            "bf16, prompts of 55 tokens, 8x4 answers: 8.0 / 2.0 = **4.0** | 4.0 / 16.0 | | |"
+        )
+        assert rows[4].startswith(f"| **M** ({cpu}): TRL 1.16, RLOO | ")
+        assert rows[5:] == ["| small | 1 |", "", "| **other** |"]
+        chinese = (tmp_path / "README_zh.md").read_text(encoding="utf-8")
+        assert f"| **M** ({cpu}): TRL 1.16，GRPO | fp32，prompt 55 token，8x4 个回答：8.0 / 2.0" in chinese
+        real, other = page.read_text().split("\n\n")
+        assert real.startswith("a\n<!-- peers -->\n| peer | CPU | model | dtype | prompt | answers |")
+        assert (
+            "| 55 | 8x8 | 4.0 / 16.0 | 8.0 | 2.0 | 4.0 | 0.75 / 0.38 | 4.0 / 16.0 | 4.0, 4.0, 4.0, 4.0 |"
+            in real
+        )
+        assert other.startswith("| peer | CPU | model | dtype | lengths | mean length |")
+        assert other.endswith("|\n<!-- end of peers -->\nb\n")
+
+
+def test_cases_of_the_real_model_are_measured_by_worth_and_kept(benchmark, monkeypatch, tmp_path):
+    peers, common = benchmark("peers"), benchmark("common")
+    for module in (peers, common):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    clock, asked = [0.0], []
+
+    def measure_real(python, ppo_python, model, steps, facts, *case):
+        asked.append(case)
+        clock[0] += 60
+        return measured(peers, *case, facts=facts)
+
+    monkeypatch.setattr(peers, "measure_real", measure_real)
+    monkeypatch.setattr(peers.time, "monotonic", lambda: clock[0])
+    peers.main(["--python", "/my/python", "--model", "/my/M", "--minutes", "3.5"])
+    assert asked == peers.REAL_CASES[:3]
+    asked.clear()
+    peers.main(["--model", "/my/M", "--only", "55", "float32"])  # no PPO: there is no Python for it
+    assert {case[0] for case in asked} == {"GRPO", "RLOO"} and len(asked) == 5
+    found = json.loads((tmp_path / "peers_real.json").read_text())
+    assert found["machine"]["torch"] == torch.__version__
+    first, *_ = found["results"]
+    assert len(found["results"]) == 7
+    assert (
+        first["command"] == "python benchmarks/peers.py --python ENV/bin/python --model MODEL --minutes 3.5"
+    )
+    assert first["commit"] == peers.commit()
 
 
 def test_a_model_ends_its_responses_at_the_rate_that_was_asked_for(benchmark):
@@ -377,7 +519,11 @@ def test_pages_have_the_tables_of_their_results(benchmark):
     assert all(table(runs) in pages["learning"] for table in report.TABLES.values())
     assert report.WITHOUT_CRITIC.keys() | report.OPTIONS.keys() <= benchmark("learning").OURS.keys()
     assert all(math.isfinite(report.figure(r)) for r in runs)
-    assert benchmark("peers").results_table() in pages["performance"]
+    peers = benchmark("peers")
+    assert f"<!-- peers -->\n{peers.results_tables()}\n<!-- end" in pages["performance"]
+    for name in peers.README_WORDS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert peers.with_rows(name, text) == text
     assert plan.table(plan.fewest()) in pages["scale"]
 
 

@@ -31,8 +31,8 @@ from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
 from trainer.options.best import Best, restored, usual_metric
 from trainer.run import PpoRun
-from trainer.runs.base import Progress
 from trainer.runs.distributed import World
+from trainer.runs.optimizer_step import Progress
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 6, "epochs": 9}
 SIZES |= {"device": "cpu", "log_interval": 1000, "dtype": "float32", "advantage": "reinforce"}

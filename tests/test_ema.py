@@ -10,14 +10,14 @@ from errors import InputError
 from model.loading import load_policy
 from trainer import train_ppo
 from trainer.options.ema import Ema
-from trainer.runs.base import Learner
+from trainer.runs.optimizer_step import TrainState
 
 
 def average_of(values, beta=0.5, first_batch=0):
     """Batches after which the only weight has these values -> (the average after each, the ``Ema``)."""
     model = torch.nn.Linear(1, 1, bias=False)
-    learner = Learner(model, None, peak=1.0, total_steps=400, first_batch=first_batch)
-    ema, found = Ema(learner, beta), []
+    train_state = TrainState(model, None, peak=1.0, total_steps=400, first_batch=first_batch)
+    ema, found = Ema(train_state, beta), []
     for batch, value in enumerate(values):
         model.weight.data.fill_(value)
         ema.after_step(batch, None)
@@ -37,7 +37,7 @@ def test_the_average_by_hand():
 
 def test_the_model_has_the_average_inside_the_block_only():
     _, ema = average_of([1.0, 3.0])
-    weight = ema.learner.model.weight
+    weight = ema.train_state.model.weight
     with ema.in_place():
         assert weight.item() == pytest.approx(3.5 / 1.5)
     assert weight.item() == 3.0

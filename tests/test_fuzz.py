@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from tiny import flags, refused, request_of, save_policy_dir, tiny_llama, word_tokenizer, write_jsonl
 
-from dataset.demo.make_tokenizer import build_tokenizer
+from dataset.demo.make_data import build_tokenizer
 from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
 from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, tokenizer_source

@@ -8,7 +8,7 @@ from tiny import refused, tiny_llama
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.inputs import DEMO, LORA_FACTOR, SUITED, choose_rates, choose_warmup, suited_rate
+from trainer.inputs import DEMO, LORA_FACTOR, RATES_BY_SIZE, choose_rates, choose_warmup, rate_by_size
 from trainer.run import PpoRun
 from trainer.runs.base import repeats_note
 from trainer.runs.distributed import World
@@ -199,7 +199,7 @@ def test_which_pth_hidden_size_names(tmp_path, there, reasoning, name, chosen, m
 
 def test_rates_are_chosen_by_size_and_said(monkeypatch):
     times = {"actor": 1, "critic": 2}
-    monkeypatch.setattr("trainer.inputs.suited_rate", lambda kind, size, lora: times[kind] * size)
+    monkeypatch.setattr("trainer.inputs.rate_by_size", lambda kind, size, lora: times[kind] * size)
     small, large = tiny_llama(8), tiny_llama(8, layers=2)
     models = {"learning_rate": ("actor", small), "critic_learning_rate": ("critic", large)}
     suited = {"learning_rate": small.num_parameters(), "critic_learning_rate": 2 * large.num_parameters()}
@@ -212,21 +212,21 @@ def test_rates_are_chosen_by_size_and_said(monkeypatch):
         assert [f"--{name}" in (line or "") for name in suited] == [name not in set_ for name in suited]
 
 
-@pytest.mark.parametrize("kind", SUITED)
+@pytest.mark.parametrize("kind", RATES_BY_SIZE)
 def test_the_rate_of_a_point_is_the_points_it_is_level_beyond_the_ends_and_never_rises(kind):
-    points = SUITED[kind]
+    points = RATES_BY_SIZE[kind]
     for size, rate in points:
-        assert suited_rate(kind, size) == pytest.approx(rate, rel=1e-9)
-    assert suited_rate(kind, 10) == points[0][1]
-    assert suited_rate(kind, 70e9) == points[-1][1]
-    rates = [suited_rate(kind, 10 ** (x / 10)) for x in range(50, 105)]
+        assert rate_by_size(kind, size) == pytest.approx(rate, rel=1e-9)
+    assert rate_by_size(kind, 10) == points[0][1]
+    assert rate_by_size(kind, 70e9) == points[-1][1]
+    rates = [rate_by_size(kind, 10 ** (x / 10)) for x in range(50, 105)]
     assert rates == sorted(rates, reverse=True)
-    assert suited_rate(kind, 5e8) <= 2e-5  # a pretrained 0.5B model must not get the demo's rate
+    assert rate_by_size(kind, 5e8) <= 2e-5  # a pretrained 0.5B model must not get the demo's rate
 
 
 def test_between_two_points_the_line_is_straight_in_logarithms_and_adapters_get_more(monkeypatch):
-    monkeypatch.setitem(SUITED, "actor", ((1e6, 1e-3), (1e8, 1e-5)))
-    assert suited_rate("actor", 1e7) == pytest.approx(1e-4)
-    assert suited_rate("actor", 3.1623e7) == pytest.approx(3.2e-5)  # 10^-4.5, of two digits
+    monkeypatch.setitem(RATES_BY_SIZE, "actor", ((1e6, 1e-3), (1e8, 1e-5)))
+    assert rate_by_size("actor", 1e7) == pytest.approx(1e-4)
+    assert rate_by_size("actor", 3.1623e7) == pytest.approx(3.2e-5)  # 10^-4.5, of two digits
     assert LORA_FACTOR > 1
-    assert suited_rate("actor", 1e7, lora=True) == pytest.approx(LORA_FACTOR * 1e-4)
+    assert rate_by_size("actor", 1e7, lora=True) == pytest.approx(LORA_FACTOR * 1e-4)

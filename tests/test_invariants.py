@@ -47,7 +47,7 @@ def first(run, prompts):
 def gradients(run, minibatch):
     run.updater.forget_gradients()
     sums, tokens = Metrics(), minibatch.response_len.sum().item()
-    for name in run.learners:
+    for name in run.train_states:
         sums.merge(add_gradients(run, name, minibatch, tokens))
     grads = [p.grad.clone() for m in (run.models.actor, run.models.critic) for p in m.parameters()]
     return grads, sums
@@ -220,7 +220,7 @@ def test_a_step_that_is_not_finite_is_no_step(files, where):
     run, prompts = make_run(files)
     rollout, _ = filled_rollout(run, prompts)
     update(run, 0, rollout, Metrics())  # momentum exists now
-    before, moments = weights(run), copy.deepcopy(run.learners["actor"].optimizer.state_dict()["state"])
+    before, moments = weights(run), copy.deepcopy(run.train_states["actor"].optimizer.state_dict()["state"])
     rollout, _ = filled_rollout(run, prompts, step=1)
     if where == "loss":
         rollout.returns[3, 0] = torch.inf  # one minibatch of two, the critic alone
@@ -234,14 +234,14 @@ def test_a_step_that_is_not_finite_is_no_step(files, where):
         assert skipped == 0.25  # one of four steps
         assert run.progress.skipped_steps == 1
         assert all(w.isfinite().all() for w in weights(run))
-        done = {n: {int(s["step"]) for s in x.optimizer.state.values()} for n, x in run.learners.items()}
+        done = {n: {int(s["step"]) for s in x.optimizer.state.values()} for n, x in run.train_states.items()}
         assert done == {"critic": {3}, "actor": {4}}
     else:
         assert skipped == 0.5
         assert run.progress.skipped_steps == run.progress.bad_steps == 2
         assert same(before[: len(actor)], actor)
         assert not same(before[len(actor) :], run.models.critic.parameters())  # its own steps were finite
-        after = run.learners["actor"].optimizer.state_dict()["state"]
+        after = run.train_states["actor"].optimizer.state_dict()["state"]
         assert all(moments[k]["exp_avg"].equal(after[k]["exp_avg"]) for k in moments)
 
 
@@ -250,11 +250,11 @@ def test_bad_steps_of_different_models_end_a_run_together(files):
     run, _ = make_run(files)
     good, bad = Step(0.0, 1.0), Step(0.0, torch.inf)
     for steps in ([good, bad], [bad, good], [bad, bad], [good, bad]):
-        run.updater.note(steps)
+        run.updater.after_minibatch(steps)
     assert (run.progress.bad_steps, run.progress.skipped_steps) == (4, 5)
     with pytest.raises(SystemExit, match="5 optimizer steps in a row"):
-        run.updater.note([Step(torch.nan, 1.0)])
-    run.updater.note([good, good])
+        run.updater.after_minibatch([Step(torch.nan, 1.0)])
+    run.updater.after_minibatch([good, good])
     assert run.progress.bad_steps == 0
 
 

@@ -8,14 +8,14 @@ import torch
 from test_invariants import make_run
 
 from trainer.options.kl_target import KlTarget
-from trainer.runs.base import Learner
 from trainer.runs.health import History, remedy_of
+from trainer.runs.optimizer_step import TrainState
 
 
 def controller(target=2.0, horizon=40, responses=4, coef=0.1, every=1):
     args = SimpleNamespace(kl_coef=coef, kl_target=target, kl_horizon=horizon, update_old_actor_freq=every)
     args.batch_size = responses
-    return KlTarget(args, Learner(None, None, peak=1.0, total_steps=400), 1, lambda x: x)
+    return KlTarget(args, TrainState(None, None, peak=1.0, total_steps=400), 1, lambda x: x)
 
 
 def follow(it, kls, batch=1, sum_over_processes=None):
@@ -55,7 +55,7 @@ def test_the_weight_by_hand_also_over_processes():
 def test_each_old_actor_counts_once_and_only_after_the_actor_has_learned(every, kls, changes):
     """Batches 0 to 2 of three each are samples of the start, whose KL is 0 whatever the weight."""
     it = controller(every=every)
-    it.learner.first_batch = 1  # critic warm-up in batch 0
+    it.train_state.first_batch = 1  # critic warm-up in batch 0
     found = [follow(it, [kl] * 4, batch) for batch, kl in enumerate(kls)]
     assert found == pytest.approx([0.1 * (1.02**n if n > 0 else 0.98**-n) for n in changes])
 

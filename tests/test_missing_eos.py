@@ -8,7 +8,7 @@ import pytest
 from same_runs import built, run_in_two_processes
 from tiny import flags, read_jsonl, run_files, same_run
 
-from dataset.data_order import global_batch
+from dataset.lm_dataset import global_batch
 from errors import InputError
 from trainer import train_ppo
 from trainer.generation.sampling import noise_keys

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from trainer import advantages as adv
-from trainer import losses
+from trainer import losses, step_metrics
 from trainer.compute.batch import Batch, length_mask
 from trainer.options.filter_groups import rows_of_equal_groups
-from trainer.runs.base import Learner
+from trainer.runs.optimizer_step import TrainState
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 CLIP = (0.2, 0.2)
@@ -312,7 +312,7 @@ def test_effective_sample_size_by_hand():
     def of(*weights):
         sampler = torch.tensor([[-0.5, -1.0, -2.0, -4.0]])
         logprobs = sampler + torch.tensor([weights], dtype=torch.float64).log().float()
-        return losses.effective_sample_size(logprobs, sampler, mask, alone)
+        return step_metrics.effective_sample_size(logprobs, sampler, mask, alone)
 
     assert of(1.5, 0.5, 8.0, math.nan) == pytest.approx(100 / 199.5)
     assert of(1.0, 1.0, 1.0, 9.0) == pytest.approx(1)
@@ -321,7 +321,7 @@ def test_effective_sample_size_by_hand():
     assert math.isnan(of(math.inf, 1.0, 1.0, 9.0))
     other = adv.moments(torch.tensor([[8.0]]), torch.tensor([[True]]))  # what another process has
     mine, there = torch.tensor([[1.5, 0.5]]).log(), torch.ones(1, 2, dtype=torch.bool)
-    both = losses.effective_sample_size(mine, torch.zeros(1, 2), there, lambda x: x + other)
+    both = step_metrics.effective_sample_size(mine, torch.zeros(1, 2), there, lambda x: x + other)
     assert both == pytest.approx(100 / 199.5)
 
 
@@ -404,12 +404,12 @@ def test_what_a_critic_explains_by_hand():
     outcome = torch.tensor([[-1.0, math.nan], [1.0, 0.0]])
 
     def explained(values):
-        return adv.explained_variance(outcome, values, mask, alone)
+        return step_metrics.explained_variance(outcome, values, mask, alone)
 
     values = [-outcome, outcome / 2, outcome - 1, torch.tensor([[1.0, 7.0], [1.0, -2.0]])]
     assert [explained(x) for x in values] == pytest.approx([-3, 0.75, 1, -3])
     equal = torch.full((2, 2), 0.3)  # there is nothing to explain
-    assert math.isnan(adv.explained_variance(equal, equal + 0.01, mask, alone))
+    assert math.isnan(step_metrics.explained_variance(equal, equal + 0.01, mask, alone))
 
 
 def test_learning_rates_by_hand():
@@ -417,8 +417,8 @@ def test_learning_rates_by_hand():
     tenth in exactly the steps given; a constant rate does not depend on the length of the run."""
 
     def rates(total, warmup=0, schedule="cosine", count=None):
-        learner = Learner(None, None, 2.0, total + 3, 1, 3, warmup, schedule)
-        return [learner.learning_rate(3 + step) for step in range(count or total)]
+        train_state = TrainState(None, None, 2.0, total + 3, 1, 3, warmup, schedule)
+        return [train_state.learning_rate(3 + step) for step in range(count or total)]
 
     falling = rates(11)
     assert [falling[0], falling[5], falling[10]] == pytest.approx([2.0, 1.1, 0.2])
@@ -513,9 +513,9 @@ def test_a_response_without_a_score_is_as_good_as_not_there():
         assert rewards.isfinite().all()
         found, rollout.returns = adv.gae(rewards, rollout.values, mask, 1.0, 0.9)
         found, std = adv.centred(found, mask, alone)
-        differ = adv.scores_differ(rollout, alone)
-        adv.AdvantageScale().whiten(rollout, found, std, differ)
-        scales = rollout.advantage_std, rollout.advantage_unit
+        has_signal = adv.scores_differ(rollout, alone)
+        adv.AdvantageScale().whiten(rollout, found, std, has_signal)
+        scales = rollout.advantage_std, rollout.advantage_scale
         loss, metrics = losses.policy_loss(now, rollout, *CLIP)
         value, _ = losses.value_loss(now, rollout.values, rollout.returns, mask, 0.2, 1.0)
         numbers = [loss, value, losses.kl_loss(now, rollout), mask.sum(), *metrics.values(), *scales]

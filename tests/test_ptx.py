@@ -6,7 +6,7 @@ from steps import add_gradients, collected, filled
 from test_invariants import ALONE, make_run
 from tiny import WORDS, read_jsonl, refused, run_files, train, write_jsonl
 
-from dataset.data_order import global_batch
+from dataset.lm_dataset import global_batch
 from trainer.options.ptx import Ptx
 from trainer.runs.distributed import World
 

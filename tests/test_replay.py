@@ -8,12 +8,13 @@ import torch
 from test_invariants import ALONE
 from tiny import tiny_llama
 
-from dataset.data_order import epoch_order, local_positions, minibatch_order
+from dataset.lm_dataset import epoch_order, local_positions
 from trainer.compute.batch import Batch
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.options.replay import FIELDS, Replay
 from trainer.runs.distributed import World
+from trainer.train_ppo import minibatch_order
 
 CPU = torch.device("cpu")
 
@@ -37,12 +38,12 @@ def same_rows(left, right):
 
 def test_the_last_batches_are_kept_and_stand_before_the_new_one():
     replay, batches = Replay(2, list(range(8)), ALONE), [rollout_of(seed) for seed in range(4)]
-    assert replay.with_older(batches[0]) is batches[0]
+    assert replay.add_replayed(batches[0]) is batches[0]
     for batch in batches[:3]:
         batch.outcomes = batch.sampler_logprobs  # made anew in every step
         replay.after_step(0, batch)
     assert set(replay.kept.tensors()) <= set(FIELDS)  # nothing else is read of them
-    joined = replay.with_older(batches[3])
+    joined = replay.add_replayed(batches[3])
     for place, batch in enumerate(batches[1:]):
         same_rows(joined.rows(range(8 * place, 8 * place + 8)), batch)
 
@@ -59,10 +60,10 @@ def test_each_of_two_processes_keeps_the_global_batch_and_takes_its_rows_of_it()
     replays = [Replay(1, positions, Two(rank, 2, CPU)) for rank, positions in enumerate(mine)]
     for replay, positions in zip(replays, mine, strict=True):
         replay.after_step(0, whole.rows(positions))
-        same_rows(replay.with_older(rollout_of(2, 4)).rows(range(4)), whole.rows(positions))
+        same_rows(replay.add_replayed(rollout_of(2, 4)).rows(range(4)), whole.rows(positions))
     alone = Replay(1, list(range(8)), ALONE)
     alone.load_state_dict(replays[0].state_dict())
-    same_rows(alone.with_older(rollout_of(2)).rows(range(8)), whole)
+    same_rows(alone.add_replayed(rollout_of(2)).rows(range(8)), whole)
 
 
 def test_what_a_checkpoint_keeps_restores_it():
@@ -71,7 +72,7 @@ def test_what_a_checkpoint_keeps_restores_it():
         replay.after_step(0, rollout_of(seed))
     restored.load_state_dict(dict(sorted(replay.state_dict().items())))  # a file sorts them by their names
     new = rollout_of(12)
-    same_rows(restored.with_older(new), replay.with_older(new))
+    same_rows(restored.add_replayed(new), replay.add_replayed(new))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,10 @@ def test_orders_by_hand_and_which_rows_are_the_newest():
     assert minibatch_order(3, 0, 4, 2, seed=5) == expected
     order = minibatch_order(9, 1, 4, 1, seed=0)
     assert [k // 4 for k in order] == [0, 1, 0, 1]
+    order = minibatch_order(5, 1, 5, 1, seed=0)  # three of the new batch, two of the older one, spread evenly
+    assert [k // 5 for k in order] == [1, 0, 1, 0, 1]
+    for step in (2, 4, 5):  # a batch of one minibatch is learned from while it is new
+        assert minibatch_order(step, 2, 1, 1, seed=0) == [2]
     batch = SimpleNamespace(tokens=range(5), rows=list)
     assert Batch.newest(batch, 4) == [1, 2, 3, 4]
     assert Batch.newest(batch, 5) is batch

@@ -8,10 +8,10 @@ from tiny import request_of, word_tokenizer
 from tiny_tokenizers import TOKENIZERS, ids_of
 
 from trainer import advantages as adv
+from trainer.advantages import step_rewards, token_places
 from trainer.compute.batch import Batch, RawScores
 from trainer.generation.stops import HALF, response_texts
 from trainer.rewards.combine import Reward
-from trainer.rollout import step_rewards, token_places
 
 WORDS = list("abcdefgh")
 

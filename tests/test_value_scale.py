@@ -39,9 +39,9 @@ def alone(total):
     return total
 
 
-def update(scale, *batches, differ=True):
+def update(scale, *batches, has_signal=True):
     for batch in batches:
-        scale.fit(batch, differ, alone)
+        scale.fit(batch, has_signal, alone)
 
 
 def test_another_scale_changes_no_value_and_a_line_maps_all_values():
@@ -92,7 +92,7 @@ def test_the_scale_is_the_std_of_the_batches_and_the_first_sets_slope_and_mean(b
 
 
 ONE = [1.0] * 20  # batches whose returns have these standard deviations
-SMALL = [1e-3] * 10
+NEARLY_CONSTANT = [1e-3] * 10
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,15 @@ SMALL = [1e-3] * 10
         ([*ONE, 2.0], 0.9 + 0.1 * 4),  # it follows the last ten batches or so
         ([*ONE, 5e5], 0.9 + 0.1 * 4),  # an outlier counts as four times what was
         ([*ONE, 5e5, 1.5e19], 0.9 + 0.1 * 4),  # the square of this one is no number of fp32
-        ([*SMALL, 0.5], 0.9e-6 + 0.1 * 4e-6),
-        ([*SMALL, 0.5, 0.5], 0.9 * 1.3e-6 + 0.1 * 0.25),  # but it was none: the second counts in full
-        ([*SMALL, 0.5, 0.5, *[0.0] * 150], 0.9 * 1.3e-6 + 0.1 * 0.25),  # equal returns change nothing
+        ([*NEARLY_CONSTANT, 0.5], 0.9e-6 + 0.1 * 4e-6),
+        (
+            [*NEARLY_CONSTANT, 0.5, 0.5],
+            0.9 * 1.3e-6 + 0.1 * 0.25,
+        ),  # but it was none: the second counts in full
+        (
+            [*NEARLY_CONSTANT, 0.5, 0.5, *[0.0] * 150],
+            0.9 * 1.3e-6 + 0.1 * 0.25,
+        ),  # equal returns change nothing
         ([0.0], 1.0),
         ([0.0, 100.0], 1e4),  # the first that differ count in full
     ],
@@ -112,7 +118,7 @@ SMALL = [1e-3] * 10
 def test_how_the_scale_follows_the_batches(stds, variance):
     scale = ValueScale(make_critic())
     update(scale, *[Rows([[0.3, 0.3 + 2 * std, 0.3 + 2 * std], [0.3, 0.0, 0.0]]) for std in stds])
-    update(scale, Rows(RETURNS), differ=False)  # what only the KL makes different
+    update(scale, Rows(RETURNS), has_signal=False)  # what only the KL makes different
     assert scale.critic.scale == pytest.approx(variance**0.5, rel=1e-3)
     restored = ValueScale(make_critic())
     restored.load_state_dict(scale.state_dict())
@@ -161,26 +167,28 @@ def test_what_advantages_are_divided_by():
     0.9 * 0.09 + 0.1 * 0.36."""
     scale = AdvantageScale()
     assert scale.state_dict() == {"batches": 0, "variance": 0.0, "last": 0.0}
-    assert scale.unit(0.0, False) == scale.unit(0.003, False) == 1.0  # no batch had anything to tell so far
-    assert [scale.unit(0.3, True) for _ in range(10)] == [0.3] * 10
-    assert scale.unit(0.003, False) == scale.unit(0.0, False) == scale.unit(0.0, True) == pytest.approx(0.3)
-    assert scale.unit(0.5, False) == 0.5
-    assert scale.unit(0.6, True) == 0.6
+    # No batch had anything to tell so far.
+    assert scale.divisor(0.0, False) == scale.divisor(0.003, False) == 1.0
+    assert [scale.divisor(0.3, True) for _ in range(10)] == [0.3] * 10
+    divisors = [scale.divisor(0.003, False), scale.divisor(0.0, False), scale.divisor(0.0, True)]
+    assert divisors == pytest.approx([0.3] * 3)
+    assert scale.divisor(0.5, False) == 0.5
+    assert scale.divisor(0.6, True) == 0.6
     follows = (0.9 * 0.09 + 0.1 * 0.36) ** 0.5
-    assert scale.unit(0.0, False) == pytest.approx(follows)
-    assert math.isnan(scale.unit(math.nan, True)) and scale.unit(math.inf, True) == math.inf
+    assert scale.divisor(0.0, False) == pytest.approx(follows)
+    assert math.isnan(scale.divisor(math.nan, True)) and scale.divisor(math.inf, True) == math.inf
     small, restored = AdvantageScale(), AdvantageScale()
     for each in (small, restored):
         each.load_state_dict(scale.state_dict())
-    assert small.unit(0.003, True) == pytest.approx(0.1 * follows)
+    assert small.divisor(0.003, True) == pytest.approx(0.1 * follows)
     for each in (scale, restored):
-        assert each.unit(1.0, True) == 1.0
+        assert each.divisor(1.0, True) == 1.0
     assert restored.state_dict() == scale.state_dict()
     assert scale.variance == pytest.approx(0.9 * follows**2 + 0.1)  # in full: the batch before was large too
     batch = Rows(RETURNS)
     stds = torch.tensor([[3.0, 3.0, 3.0], [1.0, 1.0, 1.0]])  # of four tokens: sqrt((3 * 9 + 1) / 4)
     small.whiten(batch, batch.mc_returns, group_spread(stds, batch, 2, alone), True, divided=True)
-    assert batch.advantage_unit == pytest.approx(7**0.5)
+    assert batch.advantage_scale == pytest.approx(7**0.5)
     assert batch.advantages.tolist() == [[1, 1, 5], [1, 0, 0]]  # divided by a group's own already
 
 
@@ -193,7 +201,7 @@ def test_answers_that_differ_by_their_kl_only_are_no_lesson():
     scale = AdvantageScale()
     for size in (2.0, 0.0):
         scale.whiten(batch, batch.mc_returns, group_spread(batch.mc_returns, batch, 2, alone), True)
-        assert (batch.advantage_std, batch.advantage_unit) == (size, 2)
+        assert (batch.advantage_std, batch.advantage_scale) == (size, 2)
         assert batch.advantages.tolist() == (batch.mc_returns / 2).tolist()
         batch.scores = torch.tensor([1.0, 1.0, 5.0, 5.0])
 
@@ -227,7 +235,7 @@ def test_a_solved_task_is_no_full_lesson(files, more):
                 torch.nn.init.normal_(run.models.critic.value_head.weight, std=1e-3)
                 torch.nn.init.constant_(run.models.critic.value_head.bias, 1 / run.models.critic.scale)
         rollout = filled(run, step, batch)
-        units.append(rollout.advantage_unit)
+        units.append(rollout.advantage_scale)
     assert units[1] == pytest.approx(units[0])
     assert units[0] > 0.1 and rollout.advantage_std < 0.02
     assert rollout.advantages.abs().max() < 0.1

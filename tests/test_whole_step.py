@@ -18,7 +18,7 @@ from steps import take_step
 from tiny import WORDS, flags, read_jsonl, run_files, write_jsonl
 from torch.nn.utils.rnn import pad_sequence
 
-from dataset.data_order import epoch_order
+from dataset.lm_dataset import epoch_order
 from model.loading import load_policy, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
@@ -619,7 +619,7 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
     if case not in (SPARING, SINGLE):
         monkeypatch.setattr(Models, "sampler_has_scored", lambda models, step: False)
     run, prompts, plain = start(files, **CASES[case])
-    once = dict.fromkeys(run.learners, 0)  # updates in which a prompt is computed once for several answers
+    once = dict.fromkeys(run.train_states, 0)  # updates in which a prompt is computed once for several answers
     scorers = {"actor": run.models.actor_scorer, "critic": run.models.value_scorer}
     for name in once:
 

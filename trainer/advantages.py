@@ -3,8 +3,8 @@
 Shapes: B sequences, R response columns. Column t belongs to response token t; ``mask`` [B, R] is the action
 mask, True on response tokens. ``estimate`` in train_ppo.py chooses the estimator (--advantage).
 
-Whitening: advantages less their mean (``centred``), divided by the unit of ``AdvantageScale``, so that
-rewards of any size are learned alike. The critic's values have a scale too (``ValueScale``):
+Whitening: advantages less their mean (``centred``), divided by ``AdvantageScale``, so that rewards of any
+size are learned alike. The critic's values have a scale too (``ValueScale``):
 
     value = critic.scale * head(state)        critic.scale: the standard deviation of the returns
 
@@ -14,16 +14,20 @@ where the values are worse than that mean alone, they become the closest line th
 """
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from model.critic import CriticModel
 from trainer.compute.batch import Batch
-from trainer.compute.batching import in_fp64
+from trainer.compute.batching import in_fp64, send
+from trainer.generation.stops import decode
 from trainer.runs.base import SavedAttributes
 
 Sum = Callable[[Tensor], Tensor]  # a tensor -> the sum of every process' tensor
@@ -32,8 +36,9 @@ ROUNDING = 1e-6  # differences below this share of the numbers are only rounding
 RATE = 0.1  # of the running variance: it follows the last ten batches or so
 GROWTH = 4.0  # a batch's variance counts at most so many times the running one, or that of the batch before
 LARGEST = torch.finfo(torch.float32).max
-MISLED = 1.1  # times the returns' variance: values with a larger error are worse than the mean return alone
-SMALL = 0.1  # times it: values that vary less say next to nothing
+# Of the returns' variance:
+WORSE_THAN_MEAN = 1.1  # times it: values with a larger error are worse than the mean return alone
+NEARLY_CONSTANT = 0.1  # times it: values that vary less say next to nothing
 LEAST_SHARE = 0.1  # of the running scale: the least that a batch's advantages are divided by
 
 
@@ -60,6 +65,50 @@ def token_rewards(
     if kl_penalty is not None:
         rewards -= torch.where(mask, kl_penalty, 0.0)
     return rewards
+
+
+def step_rewards(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
+    """-> [B, R] fp32 on the batch's device: the sum of the steps that end with each token; None without a
+    reward function. ``RawScores.steps``: of each response [(character offset, score)]."""
+    steps = batch.raw.steps
+    if not steps:
+        return None
+    rewards = torch.zeros(batch.sampler_logprobs.shape)
+    for row, (pairs, text, ids) in enumerate(zip(steps, batch.texts, batch.responses(), strict=True)):
+        places = token_places([offset for offset, _ in pairs], text, ids, tokenizer)
+        for place, (_, score) in zip(places, pairs, strict=True):
+            rewards[row, place] += score
+    return send(rewards, batch.tokens.device)
+
+
+def token_places(
+    offsets: Sequence[int], text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """Character offsets in the text of a response -> the places of their tokens. The token of a character is
+    the first after which the decoded text reaches and includes it, even where it is gone again while the
+    next character is incomplete (byte fallback). The end of the text, or a character that only the whole
+    decodes to: the last token."""
+
+    @cache
+    def decoded(count):
+        return decode(tokenizer, ids[:count])
+
+    def place(offset):
+        if offset >= len(text):
+            return len(ids) - 1
+        beginning = text[: offset + 1]
+        token = bisect_left(
+            range(1, len(ids)), True, key=lambda count: decoded(count)[: offset + 1] == beginning
+        )
+        # An incomplete character is as long as its bytes, or longer.
+        for count in range(token, 0, -1):
+            if len(decoded(count)) <= offset:
+                break
+            if decoded(count)[: offset + 1] == beginning:
+                token = count - 1
+        return token
+
+    return [place(offset) for offset in offsets]
 
 
 def discounted_sums(x: Tensor, decay: float) -> Tensor:
@@ -93,7 +142,7 @@ def response_rewards(rewards: Tensor, mask: Tensor, group_size: int) -> tuple[Te
     prompt; how many of them are scored, [B / group_size, 1]). A response without a score gets the mean of the
     prompt's others.
 
-    The answers to a prompt are rows that follow one another (``local_positions`` in dataset/data_order.py).
+    The answers to a prompt are rows that follow one another (``local_positions`` in dataset/lm_dataset.py).
     """
     total = torch.where(mask, rewards, 0.0).sum(1).view(-1, group_size)
     return with_mean(total, mask.any(1).view(-1, group_size))
@@ -181,10 +230,10 @@ def centred(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> tuple[Tensor, f
 
 
 def group_spread(sizes: Tensor, batch: Batch, group_size: int, sum_over_processes: Sum) -> float:
-    """What the unit of RLOO and GRPO follows: the root mean square of ``sizes`` [B, R], over the groups whose
-    scores differ. The advantages of a group have the mean 0 already."""
-    differ = scored_apart(batch.scores, group_size)
-    return root_mean_square(sizes, batch.action_mask & differ[:, None], sum_over_processes)
+    """The size of RLOO's and GRPO's advantages: the root mean square of ``sizes`` [B, R], over the groups
+    whose scores differ. The advantages of a group have the mean 0 already."""
+    apart = scored_apart(batch.scores, group_size)
+    return root_mean_square(sizes, batch.action_mask & apart[:, None], sum_over_processes)
 
 
 def root_mean_square(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> float:
@@ -208,21 +257,12 @@ def regression(x: Tensor, y: Tensor, mask: Tensor, sum_over_processes: Sum) -> t
     return slope, y_mean - slope * x_mean
 
 
-def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_processes: Sum) -> float:
-    """1 - Var(returns - values) / Var(returns) over the response tokens of the whole batch; NaN where all
-    returns are equal. returns: discounted sums of rewards; GAE's with lambda below 1 contain the values
-    themselves: with them even noise would seem to explain something."""
-    _, error_std = mean_std(sum_over_processes(moments(returns - values, mask)))
-    _, return_std = mean_std(sum_over_processes(moments(returns, mask)))
-    return 1 - (error_std / return_std) ** 2 if return_std else math.nan
-
-
 def scores_differ(batch: Batch, sum_over_processes: Sum) -> bool:
     """Do the batch's scores differ, or the rewards within its responses? If not, nothing can be learned."""
-    found = [moments(batch.scores, ~batch.scores.isnan())]
+    parts = [moments(batch.scores, ~batch.scores.isnan())]
     if batch.step_rewards is not None:
-        found.append(moments(batch.step_rewards, batch.action_mask))
-    return any(mean_std(total)[1] > 0 for total in sum_over_processes(torch.stack(found)))
+        parts.append(moments(batch.step_rewards, batch.action_mask))
+    return any(mean_std(total)[1] > 0 for total in sum_over_processes(torch.stack(parts)))
 
 
 class RunningScale(SavedAttributes):
@@ -250,31 +290,31 @@ class RunningScale(SavedAttributes):
 
 
 class AdvantageScale(RunningScale):
-    """What a batch's advantages are divided by: its unit. KL loss and entropy bonus are divided by it too.
+    """What a batch's advantages are divided by. KL loss and entropy bonus are divided by it too.
 
-    The unit is the batch's own size. Where all scores are equal, or nearly so, the advantages are only the
+    It is the advantages' own size. Where all scores are equal, or nearly so, the advantages are only the
     noise of critic or KL. Divided by their own size, this noise would become as large as a lesson, and so
-    would the KL's weight. So the unit of such a batch is the size that earlier batches had.
+    would the KL's weight. So such a batch is divided by the size that earlier batches had.
     """
 
     def whiten(
-        self, batch: Batch, advantages: Tensor, size: float, differ: bool, divided: bool = False
+        self, batch: Batch, advantages: Tensor, size: float, has_signal: bool, divided: bool = False
     ) -> None:
-        """Fill the batch's advantages: ``advantages`` [B, R], less their mean already, divided by the unit, 0
-        on padding. size: their standard deviation. divided: of GRPO, whose advantages are divided by their
-        group's standard deviation already. Then only KL and entropy are divided by the unit."""
+        """Fill the batch's advantages: ``advantages`` [B, R], less their mean already, divided by the scale,
+        0 on padding. size: their standard deviation. divided: of GRPO, whose advantages are divided by their
+        group's standard deviation already. Then only KL and entropy are divided by the scale."""
         batch.advantage_std = size
-        batch.advantage_unit = self.unit(size, differ)
-        divisor = 1.0 if divided else batch.advantage_unit
+        batch.advantage_scale = self.divisor(size, has_signal)
+        divisor = 1.0 if divided else batch.advantage_scale
         batch.advantages = torch.where(batch.action_mask, advantages / divisor, 0.0)
 
-    def unit(self, size: float, differ: bool) -> float:
-        """size: of the batch's advantages, before they are divided; differ: ``scores_differ``."""
-        if not (differ and 0 < size <= LARGEST):
+    def divisor(self, size: float, has_signal: bool) -> float:
+        """-> what they are divided by. size: of the batch's advantages; has_signal: ``scores_differ``."""
+        if not (has_signal and 0 < size <= LARGEST):
             return max(size, self.std or 1.0)
-        unit = max(size, LEAST_SHARE * self.std)
+        divisor = max(size, LEAST_SHARE * self.std)
         self.follow(size**2)
-        return unit
+        return divisor
 
 
 class ValueScale(RunningScale):
@@ -284,7 +324,7 @@ class ValueScale(RunningScale):
     def __init__(self, critic: CriticModel):
         self.critic = critic
 
-    def fit(self, batch: Batch, differ: bool, sum_over_processes: Sum) -> None:
+    def fit(self, batch: Batch, has_signal: bool, sum_over_processes: Sum) -> None:
         """Change the critic by the Monte-Carlo returns of a batch, before the batch is learned from. The
         first batch sets the mean of the critic's values, and their slope where it is far off;
         ``batch.values`` then are the new ones. Later batches change the scale alone, and no value."""
@@ -300,12 +340,13 @@ class ValueScale(RunningScale):
             slope = 1.0
             intercept, error_std = mean_std(error)
             _, spread = mean_std(sum_over_processes(moments(values, mask)))
-            far_off = error_std**2 > MISLED * variance or spread**2 < SMALL * variance
-            if variance and far_off:  # equal returns say nothing about a slope
+            misleading = error_std**2 > WORSE_THAN_MEAN * variance
+            flat = spread**2 < NEARLY_CONSTANT * variance
+            if variance and (misleading or flat):  # equal returns say nothing about a slope
                 slope, intercept = regression(values, batch.mc_returns, mask, sum_over_processes)
             self.critic.map_values(slope, intercept)
             batch.values = torch.where(mask, slope * values + intercept, 0.0)
-        if variance and differ:
+        if variance and has_signal:
             self.follow(variance)
             self.critic.rescale(self.std)
 

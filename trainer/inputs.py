@@ -8,7 +8,7 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,9 +38,8 @@ from dataset.formats import (
 )
 from dataset.lm_dataset import LoggedAnswers, RecordDataset, RLAIFDataset
 from dataset.record_files import located, open_records
-from errors import InputError
+from errors import InputError, as_input_error
 from model.loading import (
-    as_input_error,
     check_output_head,
     check_tokenizer,
     embeddings,
@@ -65,8 +64,8 @@ from trainer.rewards.reward_models import check_reward_model
 
 Prompts = RLAIFDataset | LoggedAnswers  # what a run is trained on
 ANSWER = "<answer>"  # the tag of --reasoning
-LOOKED_AT = 256  # how many answers of the data are searched for it
-SHARE = 0.25  # of them that must have it
+ANSWERS_LOOKED_AT = 256  # how many answers of the data are searched for it
+TAGGED_SHARE = 0.25  # of them that must have it
 EVAL_BATCH = 256  # responses of an evaluation that are sampled at a time
 
 DEMO = {
@@ -85,11 +84,11 @@ PTX_COEF = 0.1
 # The clips of each --policy_loss below and above 1; None: as below. docs/ppo.md, "CISPO and GSPO".
 CLIPS = {"clip": (0.2, None), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
 ADDRESS = r"https?://(\[[\da-fA-F:.]+\]|[^\s:/?#@[\]]+)(:\d+)?([/?#][!-~]*)?"  # host, port and path
-SHORT = 64  # tokens of an answer
-LAM_OF_SHORT = 0.95  # the lambda that suited such answers best
+SHORT_ANSWER = 64  # tokens of an answer
+LAM_OF_SHORT_ANSWERS = 0.95  # the lambda that suited such answers best
 # (trained parameters, peak learning rate). Between two points the line is straight in logarithms of both,
 # beyond the ends it is level. Where the numbers come from: docs/ppo.md, "Learning rates".
-SUITED = {
+RATES_BY_SIZE = {
     "actor": ((1.3e6, 5e-4), (4.9e6, 2e-4), (2.25e7, 3e-5), (1.345e8, 3e-5), (5e8, 1e-6), (8e9, 5e-7)),
     "critic": ((1.3e6, 5e-4), (4.9e6, 5e-4), (2.25e7, 2e-4), (1.345e8, 3.6e-5), (5e8, 1e-5), (8e9, 9e-6)),
     "sft": ((1.3e6, 2e-3), (5e8, 2e-5), (8e9, 5e-6)),
@@ -130,7 +129,7 @@ def complete_flags(args: Flags) -> Flags:
         args.lam = 1.0
         args.critic_warmup_steps = 0
     elif args.lam is None:  # a score would hardly reach the early tokens of a long answer with less than 1
-        args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
+        args.lam = LAM_OF_SHORT_ANSWERS if args.max_gen_len <= SHORT_ANSWER else 1.0
     complete_sizes(args)
     fill_paths(args)
     return args
@@ -142,8 +141,8 @@ def complete_sizes(args: Flags) -> None:
     answers = args.num_generations
     mini = args.mini_batch_size
     if args.batch_size is None:
-        unit = math.lcm(mini or MINI_BATCH_SIZE, answers)
-        args.batch_size = unit * math.ceil(BATCH_SIZE / unit)
+        multiple = math.lcm(mini or MINI_BATCH_SIZE, answers)
+        args.batch_size = multiple * math.ceil(BATCH_SIZE / multiple)
     batch = args.batch_size
     if batch % answers:
         raise InputError(f"--batch_size {batch}: must be a multiple of --num_generations {answers}")
@@ -225,10 +224,10 @@ def choose_reasoning(args: Flags, prompts: Prompts) -> str | None:
     """
     if args.reasoning is not None:
         return None
-    first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
+    first = [prompts[i] for i in range(min(len(prompts), ANSWERS_LOOKED_AT))]
     answers = [text for p in first for text in alternatives(getattr(p, "response", p.answer) or [])]
     count = sum(ANSWER in text for text in answers)
-    args.reasoning = int(count >= max(1, SHARE * len(answers)))
+    args.reasoning = int(count >= max(1, TAGGED_SHARE * len(answers)))
     if not args.reasoning:
         return None
     where = args.data_path or args.offline_data_path
@@ -253,12 +252,12 @@ def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
     )
 
 
-def suited_rate(kind: str, parameters: int, lora: bool = False) -> float:
+def rate_by_size(kind: str, parameters: int, lora: bool = False) -> float:
     """The peak learning rate for a model of so many ``parameters``, of two digits.
 
     kind: "actor", "critic", "sft" or "reward"; lora: only adapters beside these parameters train.
     """
-    sizes, rates = np.log(SUITED[kind]).T
+    sizes, rates = np.log(RATES_BY_SIZE[kind]).T
     rate = math.exp(np.interp(math.log(parameters), sizes, rates))
     return float(f"{rate * (LORA_FACTOR if lora else 1):.1e}")
 
@@ -267,15 +266,17 @@ def choose_rates(
     args: Flags, models: Mapping[str, tuple[str, PreTrainedModel]], lora: bool = False
 ) -> tuple[dict[str, float], str | None]:
     """Choose the learning rates that are not given, by the models' sizes -> ({flag: the rate that suits}, a
-    line that says so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only adapters
+    line that says so, or None). models: {flag: (a kind of ``rate_by_size``, model)}; lora: only adapters
     train."""
-    suited = {name: suited_rate(kind, model.num_parameters(), lora) for name, (kind, model) in models.items()}
-    said = []
+    suited = {
+        name: rate_by_size(kind, model.num_parameters(), lora) for name, (kind, model) in models.items()
+    }
+    chosen = []
     for name, rate in suited.items():
         if getattr(args, name) is None:
             setattr(args, name, rate)
-            said.append(f"--{name} {rate:g}")
-    return suited, f"rates    by size: {', '.join(said)}" if said else None
+            chosen.append(f"--{name} {rate:g}")
+    return suited, f"rates    by size: {', '.join(chosen)}" if chosen else None
 
 
 def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:
@@ -452,11 +453,18 @@ def load_actor(args: Flags, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMod
     return actor
 
 
-def sampling_room(
+class SamplerLimits(NamedTuple):
+    """What the sampler must have memory for."""
+
+    max_num_seqs: int  # prompts that a process samples at once
+    max_seq_len: int  # tokens of a prompt with its response
+    max_response_len: int
+
+
+def sampler_limits(
     args: Flags, actor: PreTrainedModel, data: Prompts, held_out: RLAIFDataset | None
-) -> tuple[int, int, int]:
-    """What the sampler must have room for -> (the most prompts that a process samples at once, the longest
-    prompt plus response, the longest response). Raises InputError for more positions than the actor has."""
+) -> SamplerLimits:
+    """Flags and data -> ``SamplerLimits``. Raises InputError for more positions than the actor has."""
     longest = args.max_gen_len + max(x.longest for x in (data, held_out) if x)
     limit = most_positions(actor.config)
     if longest > limit:
@@ -467,4 +475,4 @@ def sampling_room(
     group_size = args.num_generations
     evaluated = min(max(EVAL_BATCH, group_size), len(held_out or ()) * group_size)
     sampled = 0 if args.offline_data_path else args.batch_size
-    return max(sampled, evaluated), longest, args.max_gen_len
+    return SamplerLimits(max(sampled, evaluated), longest, args.max_gen_len)

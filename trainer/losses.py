@@ -1,9 +1,13 @@
 """PPO's losses as pure tensor functions: policy (clipped, CISPO, GSPO), value, KL to the reference.
 
 Shapes: B sequences, R response columns. Column t belongs to response token t. Losses are *sums* over response
-tokens, which the caller divides by the token count of the whole minibatch. Sources: PPO, Schulman et al. 2017
-(arXiv:1707.06347); k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html); a higher upper clip, Yu et al.
-2025 (arXiv:2503.14476); dual clip, Ye et al. 2020 (arXiv:1912.09729).
+tokens, which the caller divides by the token count of the whole minibatch. Padding is in no loss
+(``action_mask``). ``evaluate_tokens`` in train_ppo.py chooses the response tokens of the policy loss
+(``loss_mask``).
+
+Sources: PPO, Schulman et al. 2017 (arXiv:1707.06347); k1/k2/k3, Schulman 2020
+(joschu.net/blog/kl-approx.html); a higher upper clip, Yu et al. 2025 (arXiv:2503.14476); dual clip, Ye et al.
+2020 (arXiv:1912.09729).
 """
 
 from collections.abc import Callable
@@ -11,9 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trainer.advantages import Sum, discounted_sums, moments
+from trainer.advantages import discounted_sums
 from trainer.compute.batch import Batch
-from trainer.compute.batching import in_fp64
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -41,16 +44,6 @@ def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
     if not cap:
         return torch.ones_like(old_logprobs)
     return torch.where(mask, old_logprobs - sampler_logprobs, 0.0).exp().clamp(max=cap)
-
-
-def effective_sample_size(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sum_over_processes: Sum
-) -> float:
-    """(sum w)^2 / (n sum w^2) of w = pi_old / pi_sampler, without a cap, over the n response tokens of the
-    whole batch: 1 where sampler and scorer agree, 1/n where a single token has nearly all the weight. NaN
-    where a w is too large for fp64."""
-    total = sum_over_processes(moments(in_fp64(old_logprobs - sampler_logprobs).exp(), mask))
-    return (total[0].square() / (total[1] * total[2])).item()
 
 
 def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable) -> Tensor:

@@ -29,8 +29,7 @@ from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import ShardGroup, shard
 from trainer.generation.stops import Endings
 from trainer.rewards.reward_models import ClassifierRewardModel, RewardModel, RewardModels
-from trainer.runs.base import Learner
-from trainer.runs.optimizer_step import make_optimizer
+from trainer.runs.optimizer_step import TrainState, make_optimizer
 
 CHECK_SAMPLER = 20  # steps between two comparisons of the sampler's log-probs, where nothing else needs them
 
@@ -63,7 +62,7 @@ class Models:
         self.dtype = dtype
         self.actor = actor
         # Optimizer steps of each model.
-        self.updates_per_batch = updates = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
+        self.updates_per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
         # Whether anything is learned from the reference's log-probs. Else they are not computed.
         self.uses_reference = args.kl_coef > 0 or bool(args.offline_data_path)
         self.host = HostMemory(device)  # where frozen models wait with --offload_frozen 1
@@ -72,18 +71,14 @@ class Models:
         self._settle_frozen([model.model for model in rewards])
         if shard_group:
             self._shard(shard_group, rewards if shards_rewards else [])
-        learner = partial(
-            self._learner,
-            total_steps=total_steps * updates,
-            per_batch=updates,
-            warmup_steps=args.lr_warmup_steps * updates,
-            schedule=args.lr_schedule,
-        )
-        self.learners: dict[str, Learner] = {}
+        self.train_states: dict[str, TrainState] = {}
         if self.critic:
-            self.learners["critic"] = learner(self.critic, args.critic_learning_rate)
-        # Before --critic_warmup_steps only the critic trains.
-        self.learners["actor"] = learner(actor, args.learning_rate, first_batch=args.critic_warmup_steps)
+            self.train_states["critic"] = self._train_state(
+                self.critic, args.critic_learning_rate, total_steps
+            )
+        self.train_states["actor"] = self._train_state(
+            actor, args.learning_rate, total_steps, first_batch=args.critic_warmup_steps
+        )
 
     def _copy_actor(self, critic_start: tuple[PreTrainedModel, float] | None, shared: bool) -> None:
         """Make the other models from the actor, which gets its adapters with --lora_r. shared: until they are
@@ -146,11 +141,24 @@ class Models:
             shard(reward.root, shard_group, self.dtype, reward.model)
             reward.shard_group = shard_group
 
-    def _learner(self, model: nn.Module, peak: float, **schedule: int | str) -> Learner:
-        """AdamW for what trains of a model, without weight decay. Sharded parameters are their own group."""
+    def _train_state(
+        self, model: nn.Module, peak: float, total_steps: int, first_batch: int = 0
+    ) -> TrainState:
+        """AdamW for what trains of a model, without weight decay. Sharded parameters are their own group.
+        total_steps: batches of the run; first_batch: before it, only the other model trains."""
+        args = self.args
         groups = [{"params": part} for part in sharded_and_whole(trained(model)) if part]
-        optimizer = make_optimizer(groups, peak, self.args.moments_dtype, self.args.seed)
-        return Learner(model, optimizer, peak, **schedule)  # type: ignore[arg-type]  # ints, and one text
+        optimizer = make_optimizer(groups, peak, args.moments_dtype, args.seed)
+        return TrainState(
+            model,
+            optimizer,
+            peak,
+            total_steps=total_steps * self.updates_per_batch,
+            per_batch=self.updates_per_batch,
+            first_batch=first_batch,
+            warmup_steps=args.lr_warmup_steps * self.updates_per_batch,
+            schedule=args.lr_schedule,
+        )
 
     @property
     def single_update(self) -> bool:

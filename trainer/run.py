@@ -15,8 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import learned_pieces
-from dataset.data_order import local_positions
-from dataset.lm_dataset import LoggedAnswers, LoggedPairs, RLAIFDataset
+from dataset.lm_dataset import LoggedAnswers, LoggedPairs, RLAIFDataset, local_positions
 from errors import InputError
 from model.loading import embeddings, is_moe, load_policy
 from model.lora import describe as describe_adapters
@@ -43,7 +42,7 @@ from trainer.inputs import (
     load_actor,
     load_trained_tokenizer,
     read_prompts,
-    sampling_room,
+    sampler_limits,
 )
 from trainer.memory_plan import ModelSizes, PlannedRun, check_memory
 from trainer.models import Models, critic_start
@@ -77,10 +76,10 @@ from trainer.rewards.reward_function import (
 from trainer.rewards.reward_models import models_hash
 from trainer.rollout import RolloutEngine, with_sampled_space
 from trainer.runs import displays
-from trainer.runs.base import Progress, Run, Say, repeats_note
+from trainer.runs.base import Run, Say, repeats_note
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
-from trainer.runs.optimizer_step import Updater
+from trainer.runs.optimizer_step import Progress, Updater
 from trainer.runs.resume import check_resume
 
 AVERAGE = "ema.pth"  # in the run folder, of --ema_beta
@@ -107,7 +106,9 @@ class PpoRun(Run):
         start = start or Start()
         start.part("checks")
         with world.all_or_none():  # what needs no model, before anything that takes long
-            functions = self._load_functions()
+            functions = load_reward_functions(self.args.reward_fn)
+            with named_as_evaluation():
+                eval_functions = load_reward_functions(self.args.eval_reward_fn)
             check_files(self.args)
             self.tokenizer = load_trained_tokenizer(self.args)
             if world.is_main:
@@ -115,12 +116,13 @@ class PpoRun(Run):
             start.part("data")
             prompts, self.held_out = read_prompts(self.args, self.tokenizer)
             if prompts:
-                self._use_data(prompts, *functions)
+                self._use_data(prompts, functions, eval_functions)
         start.part("models")
         actor = load_actor(self.args, self.tokenizer)
         if not prompts:  # how logged answers end, the model says
             path = self.args.offline_data_path
-            self._use_data(load_logged(LoggedAnswers, path, self.args, self.tokenizer, actor), *functions)
+            logged = load_logged(LoggedAnswers, path, self.args, self.tokenizer, actor)
+            self._use_data(logged, functions, eval_functions)
         self._place_results(actor)
         self._load_rewards(actor)
         self._build(actor, critic=self._choose_start(actor))
@@ -170,12 +172,12 @@ class PpoRun(Run):
         its weight in the reward, None without a critic. From here on the flags are frozen."""
         args = self.args
         world = self.world
-        room = sampling_room(args, actor, self.data, self.held_out)
+        limits = sampler_limits(args, actor, self.data, self.held_out)
         learning = {"learning_rate": ("actor", actor)}
         critic = None
         if args.advantage == "gae":
             critic = critic_start(
-                args.critic_init, self.reward.models, actor, self.tokenizer, longest=room[1]
+                args.critic_init, self.reward.models, actor, self.tokenizer, longest=limits.max_seq_len
             )
             learning["critic_learning_rate"] = ("critic", critic[0])
             if critic[0] is not actor:
@@ -186,10 +188,24 @@ class PpoRun(Run):
         self.positions = local_positions(args.batch_size, world.rank, world.size, args.num_generations)
         self.demonstrations = load_demonstrations(args, self.tokenizer, actor)
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, actor)
+        sizes = {"actor": ModelSizes(actor, self.dtype)}
+        if critic:
+            sizes["critic"] = ModelSizes(critic[0].base_model, self.dtype)  # type: ignore[arg-type]  # a Module
+        planned = PlannedRun(
+            args=args,
+            device=world.device,
+            dtype=self.dtype,
+            models=sizes,
+            rewards=[ModelSizes(model, self.dtype) for model in modules_of(self.reward, self.eval_reward)],
+            responses=limits.max_num_seqs,
+            width=limits.max_seq_len,
+            demonstration=self.demonstrations.longest if self.demonstrations else 0,
+            processes=world.size,
+        )
         with world.all_or_none():  # memory may be short in one process only
-            self.plan, memory = check_memory(self._planned(actor, critic, room))
+            self.plan, memory = check_memory(planned)
         self.notes += [rates, memory]
-        self.room = room
+        self.sampler_limits = limits
         return critic
 
     def _build(self, actor: PreTrainedModel, critic: tuple[PreTrainedModel, float] | None) -> None:
@@ -199,7 +215,7 @@ class PpoRun(Run):
         self.endings = load_endings(args, self.tokenizer, actor)  # what ends a response
         if self.plan.slots:  # else nothing is sampled
             cache = self.plan.phases["rollout"]["KV cache"]
-            sampler = Sampler(actor, self.dtype, self.plan.slots, cache, self.room, world.device)
+            sampler = Sampler(actor, self.dtype, self.plan.slots, cache, self.sampler_limits, world.device)
             self.engine = RolloutEngine(
                 sampler=sampler,
                 tokenizer=self.tokenizer,
@@ -224,16 +240,10 @@ class PpoRun(Run):
         keep_endings(self.endings, actor)
         self.progress = Progress(token_budget=self.plan.token_budget)
         self.loss_scale = LossScale(self.dtype)  # of fp16
-        self.learners = self.models.learners
+        self.train_states = self.models.train_states
         self.updater = Updater(
-            world, self.learners, self.loss_scale, self.progress, args.grad_clip, self.shard_group
+            world, self.train_states, self.loss_scale, self.progress, args.grad_clip, self.shard_group
         )
-
-    def _load_functions(self) -> list[RewardFunctions]:
-        """-> those of --reward_fn and --eval_reward_fn."""
-        functions = load_reward_functions(self.args.reward_fn)
-        with named_as_evaluation():
-            return [functions, load_reward_functions(self.args.eval_reward_fn)]
 
     def _use_data(self, data: Prompts, functions: RewardFunctions, eval_functions: RewardFunctions) -> None:
         """Take the data, and do what needs no model besides: count the steps, make rewards without their
@@ -264,34 +274,12 @@ class PpoRun(Run):
         with named_as_evaluation():
             try_reward_functions(eval_functions, known, args.reward_timeout, self.held_out)
 
-    def _planned(
-        self,
-        actor: PreTrainedModel,
-        critic: tuple[PreTrainedModel, float] | None,
-        room: tuple[int, int, int],
-    ) -> PlannedRun:
-        """What the memory plan is made from."""
-        sizes = {"actor": ModelSizes(actor, self.dtype)}
-        if critic:
-            sizes["critic"] = ModelSizes(critic[0].base_model, self.dtype)  # type: ignore[arg-type]  # a Module
-        return PlannedRun(
-            args=self.args,
-            device=self.world.device,
-            dtype=self.dtype,
-            models=sizes,
-            rewards=[ModelSizes(model, self.dtype) for model in modules_of(self.reward, self.eval_reward)],
-            responses=room[0],
-            width=room[1],
-            demonstration=self.demonstrations.longest if self.demonstrations else 0,
-            processes=self.world.size,
-        )
-
     def _build_options(self) -> None:
         """Scales, options and the evaluation; ``states`` has those with a state that checkpoints keep."""
         args = self.args
         world = self.world
         models = self.models
-        learner = self.learners["actor"]
+        train_state = self.train_states["actor"]
         self.best = self._first_best() if self.held_out else Best()
         if args.offline_data_path:
             self.display = displays.OFFLINE
@@ -299,8 +287,8 @@ class PpoRun(Run):
                 best = "judge" if self.eval_reward.names else "accuracy"
                 self.display = replace(displays.OFFLINE, tested="prompts", best=best)
         self.advantage_scale = AdvantageScale()
-        self.kl = KlTarget(args, learner, world.size, world.sum)
-        self.ema = Ema(learner, args.ema_beta)
+        self.kl = KlTarget(args, train_state, world.size, world.sum)
+        self.ema = Ema(train_state, args.ema_beta)
         self.states = {
             "raw_scores": self.reward,  # its name in checkpoints
             "loss_scale": self.loss_scale,
@@ -331,7 +319,7 @@ class PpoRun(Run):
                 models=models,
                 engine=self.engine,
                 rewards=(self.reward, self.eval_reward),
-                score_parts=self.score_parts,
+                score_parts=self.request_scores,
                 ema=self.ema,
             )
 
@@ -363,7 +351,7 @@ class PpoRun(Run):
 
     # ------------------------------------------------------------------------------- what it is asked for
 
-    def score_parts(self, reward: Reward, batch: Batch) -> RawScores:
+    def request_scores(self, reward: Reward, batch: Batch) -> RawScores:
         """What each part of a reward (``Reward`` or ``EvalReward``) says of a batch's responses, before it is
         normalised, clipped and weighed. Raises InputError where one fails."""
         prompts = with_sampled_space(batch, self.tokenizer) if reward.server else batch.prompts
@@ -382,9 +370,9 @@ class PpoRun(Run):
         """Choose --missing_eos_penalty where it is not given (options/missing_eos.py)."""
         if self.reward.missing_eos_penalty is not None:
             return
-        score_parts = partial(self.score_parts, self.reward)
+        request_scores = partial(self.request_scores, self.reward)
         penalty, line = choose_penalty(
-            self.args, self.world, self.data, self.engine, self.models.old_actor, self.reward, score_parts
+            self.args, self.world, self.data, self.engine, self.models.old_actor, self.reward, request_scores
         )
         self.reward.missing_eos_penalty = penalty
         with self.world.all_or_none():  # the disk may be full
@@ -473,28 +461,28 @@ class PpoRun(Run):
         """{flag: a hash of what it names}: the weights that the run starts from, its reward models, the texts
         and tokens of its prompts, the code of its reward function; {"data_path <field>": a hash of the field
         of the records, which that function reads}."""
-        found = {
+        hashes = {
             "model": short_hash([self.save_dtype.start_hash, self.endings.eos])
         } | self.text_fingerprints()
         if self.demonstrations:
-            found["ptx_data_path"] = self.demonstrations.fingerprint
+            hashes["ptx_data_path"] = self.demonstrations.fingerprint
         if self.reward.models:
-            found["reward_model"] = self._reward_hash
-        return found
+            hashes["reward_model"] = self._reward_hash
+        return hashes
 
     def text_fingerprints(self) -> dict[str, str]:
-        found = {
+        hashes = {
             "tokenizer": short_hash(sorted(self.tokenizer.get_vocab().items())),
             "offline_data_path" if self.args.offline_data_path else "data_path": self.data.fingerprint,
         }
         if self.reward.functions:
-            found["reward_fn"] = code_hash(self.args.reward_fn)
+            hashes["reward_fn"] = code_hash(self.args.reward_fn)
             weights = [f"{name}={weight:g}" for name, (_, weight) in self.reward.functions.items()]
-            found["reward_fn weights"] = " ".join(weights)
+            hashes["reward_fn weights"] = " ".join(weights)
             functions = [function for function, _ in self.reward.functions.values()]
             fields = dict.fromkeys(x for f in functions for x in fields_read(f, self.data.columns))
-            found |= {f"data_path {field}": text for field, text in self.data.field_hashes(fields).items()}
-        return found
+            hashes |= {f"data_path {field}": text for field, text in self.data.field_hashes(fields).items()}
+        return hashes
 
     # --------------------------------------------------------------------------------- what is saved
 
@@ -542,9 +530,9 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, eos: Iterable[int]) -> tuple[st
     """
     answer = "Seven."
     try:
-        said, _ = learned_pieces(tokenizer, "How many days has a week?", answer)[-1]
+        reply, _ = learned_pieces(tokenizer, "How many days has a week?", answer)[-1]
     except InputError:
         return "", True
-    header, _, end = said.partition(answer)
+    header, _, end = reply.partition(answer)
     ids = tokenizer(end, add_special_tokens=False)["input_ids"]
     return THOUGHT.sub("", header).strip(), not set(eos).isdisjoint(ids)

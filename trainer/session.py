@@ -7,19 +7,23 @@
             …                                         what the step learns
             session.conclude(metrics, rows)           log; evaluate, save and stop where it is time
 
-Only the main process writes. If it cannot write, all processes end with its error.
+Only the main process writes. If it cannot write, all processes end with its error. After Ctrl-C or SIGTERM a
+run stops after the step, once a checkpoint is saved (``StopRequest``).
 """
 
 import gc
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from dataset.data_order import global_batch
-from errors import Agreed, InputError
+from dataset.lm_dataset import global_batch
+from errors import CollectiveError, InputError
 from progress_bar import Start
 from trainer.compute.threads import sleep_when_busy
 from trainer.flags import Flags
@@ -29,10 +33,66 @@ from trainer.runs.displays import Rows, StepLog
 from trainer.runs.distributed import World, init_world
 from trainer.runs.resume import RunFolder, write_config
 from trainer.runs.run_logger import NullLogger, RunLogger
-from trainer.runs.signals import StopRequest
+
+# In seconds. Under torchrun, another signal within this time counts as the first one: the terminal sends
+# Ctrl-C to all processes, and torchrun then sends them a signal as well.
+ECHO = 2.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Logger = RunLogger | NullLogger
 AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+# -------------------------------------------------------------------- Ctrl-C and SIGTERM
+
+
+class StopRequest:
+    """While its ``with`` block runs, the first SIGINT or SIGTERM is remembered instead of obeyed, and
+    ``reply`` is printed: training stops after the step, once a checkpoint is saved. A second one ends the
+    process at once. In processes that a reward function or a data loader forks, SIGTERM works as ever, and
+    Ctrl-C is left to their parent (``forked``)."""
+
+    def __init__(self, reply: str = "") -> None:
+        self._reply = reply
+        self.number = 0  # of the signal that this process got
+        self._time = 0.0
+
+    def __enter__(self) -> "StopRequest":
+        self._old = {number: signal.signal(number, self._remember) for number in SIGNALS}
+        return self
+
+    def _remember(self, number: int, frame: object) -> None:
+        echo = ECHO if "WORLD_SIZE" in os.environ else 0.0
+        if not self.number:
+            self.number = number
+            self._time = time.monotonic()
+            with suppress(OSError):  # stderr may be closed
+                os.write(2, self._reply.encode())  # print is not safe in a signal handler
+        elif time.monotonic() - self._time > echo:
+            os._exit(128 + number)  # not sys.exit, which would wait for threads and other processes
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+
+def forked() -> None:
+    """What a new process does first. Python's own handler would never run where it hangs in a lock that a
+    thread of its parent held: then nothing could end it, and ``Pool.terminate`` would wait for ever."""
+    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopRequest):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    release()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    # Held meanwhile: Python loses a signal that arrives in a new process right after the fork.
+    hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)
+    release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS)
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=forked)
+
+
+# --------------------------------------------------------------------------------------------- the steps
 
 
 @dataclass
@@ -69,7 +129,7 @@ class Session(Generic[AnyRun]):
         the run is saved as the step before has left it."""
         try:
             yield
-        except Agreed:
+        except CollectiveError:
             self._save()
             raise
 
@@ -78,13 +138,15 @@ class Session(Generic[AnyRun]):
         run where a signal has asked for it, or where an evaluation fails."""
         run = self.run
         args = run.args
-        self.world.check_identical(**{name: learner.model for name, learner in run.learners.items()})
+        self.world.check_identical(
+            **{name: train_state.model for name, train_state in run.train_states.items()}
+        )
         run.progress.step += 1  # from here on: log, save and the best count the step
         done = run.progress.step
         last = done == run.total_steps
         self.logger.show(done, metrics, rows)  # at once: an evaluation may take minutes
-        signal = self.stopping.agreed(self.world)
-        end: BaseException | None = SystemExit(128 + signal) if signal and not last else None
+        number = max(self.world.gather(self.stopping.number))  # of the signal that any process got; 0: none
+        end: BaseException | None = SystemExit(128 + number) if number and not last else None
         if last or (args.eval_interval and done % args.eval_interval == 0):
             try:
                 eval_metrics, eval_rows = self._evaluate()

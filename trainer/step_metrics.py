@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from model.critic import CriticModel
-from trainer.advantages import centred, explained_variance
+from trainer.advantages import Sum, centred, mean_std, moments
 from trainer.compute.batch import Batch
-from trainer.losses import effective_sample_size, kl_estimators, masked_sum
+from trainer.compute.batching import in_fp64
+from trainer.losses import kl_estimators, masked_sum
 from trainer.options.filter_groups import rows_of_equal_groups
 from trainer.rewards.combine import Reward
 from trainer.rewards.rules import repetition
@@ -25,38 +26,59 @@ from trainer.runs.metrics import Metrics, Number
 
 
 def batch_metrics(
-    args: Namespace, new: Batch, critic: CriticModel | None, kl_coef: float, world: World
+    args: Namespace, rollout: Batch, critic: CriticModel | None, kl_coef: float, world: World
 ) -> Metrics:
-    """What a new batch shows before it is learned from: the KL to the reference, how far the sampler's
+    """What a rollout shows before it is learned from: the KL to the reference, how far the sampler's
     log-probs are from the scorer's, and, with a critic, the values beside the returns."""
     metrics = Metrics()
-    mask = new.action_mask
+    mask = rollout.action_mask
     of_tokens: dict[str, Tensor] = {}  # [B, R]
-    if new.ref_logprobs is not None and not args.offline_data_path:  # of logged answers it is the old actor
-        k1, _, k3 = kl_estimators(new.old_logprobs, new.ref_logprobs)
+    if (
+        rollout.ref_logprobs is not None and not args.offline_data_path
+    ):  # of logged answers it is the old actor
+        k1, _, k3 = kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
         of_tokens |= {"kl/k1": k1, "kl/k3": k3}
         metrics.add("kl/sequence", masked_sum(k1, mask), mask.any(1).sum())
-    if new.old_logprobs is not new.sampler_logprobs:  # else they were not computed twice
-        of_tokens["rollout/sampler_gap"] = (new.sampler_logprobs - new.old_logprobs).abs()
-        of_tokens["rollout/importance_weight"] = new.importance_weights
-        size = effective_sample_size(new.old_logprobs, new.sampler_logprobs, mask, world.sum)
+    if rollout.old_logprobs is not rollout.sampler_logprobs:  # else they were not computed twice
+        of_tokens["rollout/sampler_gap"] = (rollout.sampler_logprobs - rollout.old_logprobs).abs()
+        of_tokens["rollout/importance_weight"] = rollout.importance_weights
+        size = effective_sample_size(rollout.old_logprobs, rollout.sampler_logprobs, mask, world.sum)
         metrics.add("rollout/importance_ess", size)
     if critic:
-        of_tokens |= {"value/mean": new.values, "value/return": new.mc_returns}
-        explained = explained_variance(new.mc_returns, new.values, mask, world.sum)
+        of_tokens |= {"value/mean": rollout.values, "value/return": rollout.mc_returns}
+        explained = explained_variance(rollout.mc_returns, rollout.values, mask, world.sum)
         metrics.add("value/explained_variance", explained)
         metrics.add("value/scale", critic.scale)
     sums = {name: masked_sum(x, mask) for name, x in of_tokens.items()}
     metrics.add_all(sums, mask.sum())
-    metrics.add("policy/advantage_std", new.advantage_std)
+    metrics.add("policy/advantage_std", rollout.advantage_std)
     if args.kl_target:
         metrics.add("kl/coef", kl_coef)
     return metrics
 
 
+def effective_sample_size(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sum_over_processes: Sum
+) -> float:
+    """(sum w)^2 / (n sum w^2) of w = pi_old / pi_sampler, without a cap, over the n response tokens of the
+    whole batch: 1 where sampler and scorer agree, 1/n where a single token has nearly all the weight. NaN
+    where a w is too large for fp64."""
+    total = sum_over_processes(moments(in_fp64(old_logprobs - sampler_logprobs).exp(), mask))
+    return (total[0].square() / (total[1] * total[2])).item()
+
+
+def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_processes: Sum) -> float:
+    """1 - Var(returns - values) / Var(returns) over the response tokens of the whole batch; NaN where all
+    returns are equal. returns: discounted sums of rewards; GAE's with lambda below 1 contain the values
+    themselves: with them even noise would seem to explain something."""
+    _, error_std = mean_std(sum_over_processes(moments(returns - values, mask)))
+    _, return_std = mean_std(sum_over_processes(moments(returns, mask)))
+    return 1 - (error_std / return_std) ** 2 if return_std else math.nan
+
+
 def step_metrics(
     args: Namespace,
-    batch: Batch,
+    rollout: Batch,
     reward: Reward,
     metrics: Metrics,
     seconds: Mapping[str, float],
@@ -64,25 +86,25 @@ def step_metrics(
 ) -> dict[str, float]:
     """All that a step logs -> {name: mean over all processes}.
 
-    batch: the new one; metrics: what estimating and updating have measured; seconds: of the step's phases.
+    rollout: of the step; metrics: what estimating and updating have measured; seconds: of the step's phases.
     """
-    responses = batch.responses()
-    for name, x in batch.parts.items():
+    responses = rollout.responses()
+    for name, x in rollout.parts.items():
         add_scores(metrics, f"reward/{name}", x)
     sums: dict[str, Number] = {}
     if reward.models:
-        sums["reward/at_limit"] = reward.at_limit(batch.raw).sum()
+        sums["reward/at_limit"] = reward.at_limit(rollout.raw).sum()
     if args.filter_groups:
-        sums["rollout/sampled_again"] = batch.sampled_again
+        sums["rollout/sampled_again"] = rollout.sampled_again
     if args.num_generations > 1:
-        sums["rollout/equal_groups"] = len(rows_of_equal_groups(batch.parts["score"], args.num_generations))
-    sums["rollout/length"] = batch.response_len.sum()
-    sums["rollout/finished"] = batch.finished.sum()
+        sums["rollout/equal_groups"] = len(rows_of_equal_groups(rollout.parts["score"], args.num_generations))
+    sums["rollout/length"] = rollout.response_len.sum()
+    sums["rollout/finished"] = rollout.finished.sum()
     sums["rollout/repetition"] = torch.tensor([repetition(ids) for ids in responses]).sum()
     metrics.add_all(sums, len(responses))
-    metrics.add_all(of_all_responses(responses, batch.parts["score"], world))
+    metrics.add_all(of_all_responses(responses, rollout.parts["score"], world))
     if reward.functions:
-        for logged in world.gather(batch.raw.logged):
+        for logged in world.gather(rollout.raw.logged):
             for name, values in logged.items():
                 metrics.add(f"function/{name}", sum(values), len(values))
     means = metrics.means(world)
@@ -93,8 +115,8 @@ def step_metrics(
 
 def add_scores(metrics: Metrics, name: str, scores: Tensor) -> None:
     """Add numbers of responses to a metric, without those that are NaN: where nothing was said."""
-    said = scores[~scores.isnan()]
-    metrics.add(name, said.sum(), len(said))
+    given = scores[~scores.isnan()]
+    metrics.add(name, given.sum(), len(given))
 
 
 def of_all_responses(responses: list[list[int]], scores: Tensor, world: World) -> dict[str, Number]:
@@ -105,15 +127,15 @@ def of_all_responses(responses: list[list[int]], scores: Tensor, world: World) -
     scores; "rollout/score_length_corr": Pearson's correlation of score and length in tokens, 0 where one of
     them does not vary; "reward/unscored", only if there are any: the share without a score, which is NaN.
     """
-    mine = [(hash(tuple(ids)), x, len(ids)) for ids, x in zip(responses, scores.tolist(), strict=True)]
-    texts, scores_of_all, lengths = zip(*chain.from_iterable(world.gather(mine)), strict=True)
+    own = [(hash(tuple(ids)), x, len(ids)) for ids, x in zip(responses, scores.tolist(), strict=True)]
+    texts, scores_of_all, lengths = zip(*chain.from_iterable(world.gather(own)), strict=True)
     numbers = torch.tensor([scores_of_all, lengths], dtype=torch.float64)  # each process has those of all
     scored = ~numbers[0].isnan()
     score, length = (centred(x, scored, torch.clone)[0][scored] for x in numbers)
-    found: dict[str, Number] = {}
+    values: dict[str, Number] = {}
     if len(score) < len(texts):
-        found["reward/unscored"] = 1 - len(score) / len(texts)
-    return found | {
+        values["reward/unscored"] = 1 - len(score) / len(texts)
+    return values | {
         "rollout/distinct": len(set(texts)) / len(texts),
         "reward/score_std": score.square().mean().sqrt().item() if len(score) else 0.0,
         "rollout/score_length_corr": torch.cosine_similarity(score, length, dim=0).item(),  # 0 if one is 0

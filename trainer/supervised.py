@@ -35,11 +35,11 @@ from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.scoring import prepare_training
 from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, describe_texts, load_trained_tokenizer
-from trainer.runs.base import Learner, Progress, Run, repeats_note
+from trainer.runs.base import Run, repeats_note
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
-from trainer.runs.optimizer_step import GradientSource, Updater, make_optimizer
+from trainer.runs.optimizer_step import GradientSource, Progress, TrainState, Updater, make_optimizer
 from trainer.runs.resume import check_resume
 from trainer.session import Session
 
@@ -53,7 +53,7 @@ class SupervisedRun(Run):
 
     updater: Updater
 
-    rate: str  # a kind of ``suited_rate``
+    rate: str  # a kind of ``rate_by_size``
     records: type[RecordDataset]  # what it learns from
     data: RecordDataset
     held_out: RecordDataset | None
@@ -115,7 +115,7 @@ class SupervisedRun(Run):
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        learner = Learner(
+        train_state = TrainState(
             model=self.model,
             optimizer=make_optimizer(
                 groups, args.learning_rate, args.moments_dtype, args.seed, betas=(0.9, 0.95)
@@ -124,9 +124,9 @@ class SupervisedRun(Run):
             total_steps=self.total_steps,
             warmup_steps=min(math.ceil(args.warmup_ratio * self.total_steps), self.total_steps - 1),
         )
-        self.learners = {"model": learner}
+        self.train_states = {"model": train_state}
         self.progress = Progress(token_budget=tokens_per_forward(world.device))
-        self.updater = Updater(world, self.learners, loss_scale, self.progress, args.grad_clip)
+        self.updater = Updater(world, self.train_states, loss_scale, self.progress, args.grad_clip)
 
     def load_policy(self, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
         """The language model that the run starts from."""
@@ -227,15 +227,15 @@ def learn(run: SupervisedRun, step: int, items: Items) -> dict[str, float]:
         torch.tensor(counts, dtype=torch.float64, device=fp64_device(world.device))
     ).tolist()
 
-    learner = run.learners["model"]
+    train_state = run.train_states["model"]
     source = GradientSource(lengths, lambda rows: run.loss([items[i] for i in rows], totals))
     means = run.updater.gradients([source]).means(world)
     taken = run.updater.step("model", means["train/loss"], step)
-    run.updater.note([taken])
+    run.updater.after_minibatch([taken])
     seconds = time.perf_counter() - start
     return means | {
         "train/grad_norm": taken.norm,
-        "train/learning_rate": learner.learning_rate(step),
+        "train/learning_rate": train_state.learning_rate(step),
         "train/skipped_steps": float(not taken.finite),
         "perf/step_seconds": seconds,
         "perf/samples_per_second": run.args.batch_size * world.size / seconds,

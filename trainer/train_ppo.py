@@ -58,7 +58,7 @@ NO_CRITIC = {"advantage": "it has no critic"}
 COMPARING = ("advantage=rloo", "advantage=group")
 NO_GROUPS = dict.fromkeys(COMPARING, "logged answers are not in groups; use gae or reinforce")
 NO_GSPO = {"policy_loss=gspo": "the ratio to the reference soon leaves so narrow a clip for good"}
-WHOLE = dict.fromkeys(COMPARING, "it takes the whole response as one step")
+RESPONSE_LEVEL = dict.fromkeys(COMPARING, "it takes the whole response as one step")
 
 
 def flag_parser() -> FlagParser:
@@ -190,7 +190,7 @@ def flag_parser() -> FlagParser:
     add("--target_kl", 0.0, "the actor's updates of a batch end at this KL to the old one; not --kl_target")
     add("--entropy_coef", 0.0, "bonus on the policy's entropy: reward per nat")
     add_sampled("--entropy_top", 1.0, "share of tokens that learn; 1: all", above=0, at_most=1, off=1.0)
-    add("--gamma", 1.0, "discount", at_most=1, off=1.0, not_with=WHOLE)
+    add("--gamma", 1.0, "discount", at_most=1, off=1.0, not_with=RESPONSE_LEVEL)
     add_critic("--lam", float, "lambda of GAE; default: by --max_gen_len", at_most=1, off=1.0)
     add_critic("--critic_lam", 1.0, "lambda of the critic's returns", at_most=1, off=1.0)
     add_critic(
@@ -235,29 +235,31 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     set_up_threads()  # OpenMP reads the environment when torch is imported
     run_script(flag_parser().parse_args)  # ``main`` parses them again
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from dataset.data_order import minibatch_order, minibatch_rows
+from dataset.lm_dataset import permutation
 from progress_bar import phase
 from trainer import advantages, losses
 from trainer.compute.batch import Batch
 from trainer.compute.batching import send
 from trainer.compute.scoring import score_all
 from trainer.flags import Flags
+from trainer.generation.sampling import noise_keys
 from trainer.inputs import complete_flags
 from trainer.models import Models
 from trainer.options.filter_groups import sample_again
 from trainer.options.offline import logged_batch
 from trainer.options.option import Option
-from trainer.rollout import Seconds, noise_of_step, step_rewards
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
-from trainer.runs.metrics import Loss, Metrics
+from trainer.runs.metrics import Loss, Metrics, Seconds
 from trainer.runs.optimizer_step import GradientSource, Step, Updater
 from trainer.session import open_session
 from trainer.step_metrics import batch_metrics, rows_of_step, step_metrics
@@ -280,7 +282,8 @@ def sample(run: PpoRun, step: int, records: list) -> Batch:
     if args.offline_data_path:
         return logged_batch(records, run.world.device)
     prompts = [prompt for prompt in records for _ in range(args.num_generations)]
-    noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
+    prompt, answer = np.divmod(run.positions, args.num_generations)  # [B] their places in the global batch
+    noise = noise_keys(args.seed, step, prompt, answer)
     with run.world.all_or_none(), run.engine.weights_of(run.models.old_actor):
         return run.engine.respond(prompts, noise, args.temperature)
 
@@ -291,7 +294,7 @@ def score(run: PpoRun, step: int, batch: Batch, seconds: Seconds) -> Batch:
     if run.args.offline_data_path:
         return batch  # the scores are those of the file
     with run.world.all_or_none():
-        batch.raw = run.score_parts(run.reward, batch)
+        batch.raw = run.request_scores(run.reward, batch)
     if run.args.filter_groups:
         batch = sample_again(
             run.args,
@@ -301,14 +304,14 @@ def score(run: PpoRun, step: int, batch: Batch, seconds: Seconds) -> Batch:
             engine=run.engine,
             old_actor=run.models.old_actor,
             reward=run.reward,
-            score_parts=partial(run.score_parts, run.reward),
+            request_scores=partial(run.request_scores, run.reward),
             positions=run.positions,
             seconds=seconds,
         )
     # Normalised, clipped, weighed and summed. Once a batch: the statistics of --normalize_reward take it in.
     batch.parts = run.reward.combine(batch.raw, run.world)
     batch.scores = send(batch.parts["score"], batch.tokens.device)
-    batch.step_rewards = step_rewards(batch, run.tokenizer)  # None without --reward_fn
+    batch.step_rewards = advantages.step_rewards(batch, run.tokenizer)  # None without --reward_fn
     return batch
 
 
@@ -334,7 +337,7 @@ def evaluate_tokens(
                 batch, models.reference_scorer, token_budget, temperature=args.temperature
             )
         for option in options:
-            batch = option.with_older(batch)
+            batch = option.add_replayed(batch)
         if args.offline_data_path:
             # Nobody knows who wrote the answers; the reference counts as it: the ratio is actor / reference.
             batch.old_logprobs = batch.sampler_logprobs = batch.ref_logprobs
@@ -371,31 +374,31 @@ def reward_tokens(args: Namespace, batch: Batch, kl_coef: float) -> None:
 
 
 def estimate(
-    args: Namespace, batch: Batch, differ: bool, scale: advantages.AdvantageScale, world: World
+    args: Namespace, batch: Batch, has_signal: bool, scale: advantages.AdvantageScale, world: World
 ) -> None:
     """Rewards of tokens -> advantages, and with a critic the returns that it learns, all [B, R].
 
-    Advantages of GAE and REINFORCE are taken less their mean. All are divided by a unit: their standard
-    deviation, or with GRPO each by that of its own group. The KL is divided by the unit in all of them.
-    differ: ``scores_differ`` of the batch.
+    Advantages of GAE and REINFORCE are taken less their mean. All are divided by a scale: their standard
+    deviation, or with GRPO each by that of its own group. The KL is divided by the scale in all of them.
+    has_signal: ``scores_differ`` of the batch.
     """
     rewards = batch.rewards
     mask = batch.action_mask
     group_size = args.num_generations
     if args.advantage == "gae":
-        found, _ = advantages.gae(rewards, batch.values, mask, args.gamma, args.lam)
+        unwhitened, _ = advantages.gae(rewards, batch.values, mask, args.gamma, args.lam)
         # The critic's returns have a lambda of their own.
         _, batch.returns = advantages.gae(rewards, batch.values, mask, args.gamma, args.critic_lam)
-        found, std = advantages.centred(found, mask, world.sum)
+        unwhitened, std = advantages.centred(unwhitened, mask, world.sum)
     elif args.advantage == "reinforce":
-        found, std = advantages.centred(batch.mc_returns, mask, world.sum)
+        unwhitened, std = advantages.centred(batch.mc_returns, mask, world.sum)
     elif args.advantage == "rloo":
-        found = advantages.leave_one_out(rewards, mask, group_size)
-        std = advantages.group_spread(found, batch, group_size, world.sum)
+        unwhitened = advantages.leave_one_out(rewards, mask, group_size)
+        std = advantages.group_spread(unwhitened, batch, group_size, world.sum)
     else:  # GRPO
-        found, group_std = advantages.group_normalized(rewards, mask, group_size)
+        unwhitened, group_std = advantages.group_normalized(rewards, mask, group_size)
         std = advantages.group_spread(group_std, batch, group_size, world.sum)
-    scale.whiten(batch, found, std, differ, divided=args.advantage == "group")
+    scale.whiten(batch, unwhitened, std, has_signal, divided=args.advantage == "group")
 
 
 # --------------------------------------------------------------------------------------- losses and steps
@@ -450,9 +453,9 @@ def actor_loss(
         old = logprobs.detach()
         weights = losses.importance_weights(old, mb.sampler_logprobs, mask, args.importance_cap)
         mb = replace(mb, old_logprobs=old, importance_weights=weights)
-    # The advantages were divided by the unit. KL and entropy are divided by the unit too, so that --kl_coef
-    # stays in reward units.
-    kl_weight = kl_coef / mb.advantage_unit
+    # The advantages were divided by their scale. KL and entropy are divided by that scale too, so that
+    # --kl_coef stays in reward units.
+    kl_weight = kl_coef / mb.advantage_scale
     loss, info = losses.policy_loss(
         logprobs,
         mb,
@@ -467,7 +470,7 @@ def actor_loss(
         loss = loss + kl_weight * losses.kl_loss(logprobs, mb)
     total_entropy = losses.masked_sum(entropy, mask)
     if args.entropy_coef:
-        loss = loss - args.entropy_coef / mb.advantage_unit * total_entropy
+        loss = loss - args.entropy_coef / mb.advantage_scale * total_entropy
     metrics.add_all({**info, "policy/entropy": total_entropy}, count=mask.sum())
     metrics.add("policy/balance_loss", aux_loss, len(mb.tokens))
     return loss / minibatch.tokens + aux_loss / minibatch.sequences, metrics
@@ -521,8 +524,52 @@ def take_step(
     metrics.add("policy/skipped_steps", not step.finite)
     if step.finite:
         metrics.add(f"{group}/grad_norm", step.norm)
-    metrics.add(f"{group}/learning_rate", updater.learners[name].learning_rate(number))
+    metrics.add(f"{group}/learning_rate", updater.train_states[name].learning_rate(number))
     return step
+
+
+def minibatch_rows(batch_size: int, mini_batch_size: int, group_size: int) -> list[list[int]]:
+    """[the local rows of each minibatch of a batch]. Over all processes a minibatch is the same set of
+    positions, whatever their number is.
+
+    The responses to a prompt go into as many minibatches as can be: with a critic, four responses in one
+    minibatch ended at 0.80 on the demo, in four minibatches at 0.95 (docs/log.md). Both ``group_size`` and
+    ``mini_batch_size`` must divide ``batch_size``.
+    """
+    spread = math.gcd(batch_size // mini_batch_size, group_size)
+    rows = mini_batch_size * spread  # of the prompts that share their minibatches
+    return [
+        [row for row in range(first, first + rows) if row % group_size % spread == part]
+        for first in range(0, batch_size, rows)
+        for part in range(spread)
+    ]
+
+
+def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -> list[int]:
+    """What step ``step`` learns from: numbers of minibatches, ``count`` * ``epochs`` of them.
+
+    The step's own batch and up to ``older`` ones before it have ``count`` minibatches each, the oldest
+    batch's first. A batch's minibatches are in an order of their own, for each PPO epoch another. Each step
+    that has the batch takes the next few of them, so none is used twice more often than another.
+    """
+    total = count * epochs
+
+    def share(born: int, now: int) -> int:
+        """How many of a batch's minibatches a step takes; over all batches ``total``."""
+        age = now - born
+        batches = min(now, older) + 1
+        return -(-(age + 1) * total // batches) + (-age * total // batches)
+
+    places = []
+    oldest = max(0, step - older)
+    for born in range(oldest, step + 1):
+        first = sum(share(born, now) for now in range(born, step))
+        taken = share(born, step)
+        for number in range(first, first + taken):
+            epoch, place = divmod(number, count)
+            minibatch = int(permutation(count, seed, born * epochs + epoch)[place])
+            places.append(((number - first + 0.5) / taken, (born - oldest) * count + minibatch))
+    return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
 
 
 def cut_into_minibatches(args: Namespace, step: int, batch: Batch, world: World) -> list[Minibatch]:
@@ -568,7 +615,7 @@ def update(
             taken = [done for done in steps if done]
             if not taken:  # the actor has stopped, and there is no critic
                 break
-            updater.note(taken)
+            updater.after_minibatch(taken)
             bar.update()
 
 
@@ -586,30 +633,31 @@ def main(argv: Sequence[str] | None = None) -> None:
             seconds = Seconds()
             with session.nothing_learned():  # a wrong record or reward: the run is saved, then it ends
                 with seconds.of("rollout"):
-                    new = sample(run, step, session.records(step))
+                    rollout = sample(run, step, session.records(step))
                 with seconds.of("reward"):
-                    new = score(run, step, new, seconds)
-                with seconds.of("score"):  # --replay_batches: ``batch`` has older ones above the new one
+                    rollout = score(run, step, rollout, seconds)
+                with seconds.of("score"):  # --replay_batches: ``batch`` has older rollouts above this one
                     batch = evaluate_tokens(
-                        args, step, new, models, options, world, run.progress.token_budget
+                        args, step, rollout, models, options, world, run.progress.token_budget
                     )
                     for option in options:
                         option.before_estimate(step, batch)
             with seconds.of("score"):
                 reward_tokens(args, batch, run.kl.coef)
-                differ = advantages.scores_differ(batch, world.sum)
+                has_signal = advantages.scores_differ(batch, world.sum)
                 if models.critic:  # this changes the critic: its scale, with the first batch its values too
-                    run.value_scale.fit(batch, differ, world.sum)
-                estimate(args, batch, differ, run.advantage_scale, world)
-                newest = batch.newest(args.batch_size)  # the rows of the new one
-                metrics = batch_metrics(args, newest, models.critic, run.kl.coef, world)
+                    run.value_scale.fit(batch, has_signal, world.sum)
+                estimate(args, batch, has_signal, run.advantage_scale, world)
+                metrics = batch_metrics(
+                    args, batch.newest(args.batch_size), models.critic, run.kl.coef, world
+                )
             with seconds.of("update"):
                 update(args, step, batch, models, run.updater, metrics, run.kl.coef, options)
                 for option in options:
-                    option.after_step(step, new)
+                    option.after_step(step, rollout)
                 models.refresh(step)  # the old actor, where it is not the actor itself
-            found = step_metrics(args, new, run.reward, metrics, seconds, world)
-            session.conclude(found, rows_of_step(new, world))
+            means = step_metrics(args, rollout, run.reward, metrics, seconds, world)
+            session.conclude(means, rows_of_step(rollout, world))
 
 
 if __name__ == "__main__":

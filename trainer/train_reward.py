@@ -108,7 +108,7 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     return reward.eval()
 
 
-def answer_room(pairs: RecordDataset) -> int:
+def usual_max_gen_len(pairs: RecordDataset) -> int:
     """--max_gen_len for answers as long as most of these pairs': a multiple of 32 tokens for 19 of 20 of the
     first pairs. An answer is what follows the tokens that both sides of a pair begin with."""
     lengths = []
@@ -122,7 +122,7 @@ def answer_room(pairs: RecordDataset) -> int:
 # ------------------------------------------------------------------------------------------------- the runs
 
 
-class Zero(SavedAttributes):
+class ScoreOffset(SavedAttributes):
     """``mean``: the mean score of the held-out answers in the last evaluation, which PPO subtracts.
 
     The loss of pairs fixes only differences between scores, not their level, and PPO clips scores. (Ziegler
@@ -159,26 +159,26 @@ class RewardRun(SupervisedRun):
             args.hf_dir or f"{args.out_dir}/reward_{policy.config.hidden_size}"
         )
         self.outputs = [self.hf_dir]
-        self.zero = self.states["zero"] = Zero()
+        self.offset = self.states["zero"] = ScoreOffset()
         torch.manual_seed(args.seed)
         return reward_from(policy, self.tokenizer)
 
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> Loss:
-        *sides, given = zip(*items, strict=True)
+        *sides, numbers = zip(*items, strict=True)
         # Of pairs: all chosen, then all rejected answers.
         conversations = [ids for side in sides for ids in side]
         scores, _, balance = score_packed(self.model, conversations, self.dtype)  # read at their last tokens
-        wanted = send(torch.tensor(given, dtype=torch.float32), self.world.device)
+        targets = send(torch.tensor(numbers, dtype=torch.float32), self.world.device)
         sums = {}
         if self.rated:
-            loss = (scores - wanted).square().sum()
+            loss = (scores - targets).square().sum()
             x = in_fp64(scores.detach())
-            y = in_fp64(wanted)
+            y = in_fp64(targets)
             if kind == "eval":
                 sums = {"score_mean_square": x * x, "y": y, "y_mean_square": y * y, "product": x * y}
         else:
             chosen, rejected = scores.chunk(2)
-            loss = -F.logsigmoid(chosen - rejected - wanted).sum()
+            loss = -F.logsigmoid(chosen - rejected - targets).sum()
             sums = {f"{kind}/accuracy": chosen > rejected, f"{kind}/distance": chosen - rejected}
         metrics = Metrics()
         metrics.add(f"{kind}/loss", loss, len(items))
@@ -190,9 +190,9 @@ class RewardRun(SupervisedRun):
         return (loss + balance / len(sides)) / totals[0], metrics
 
     def summarise(self, means: Means) -> Means:
-        """Pairs: all but the mean score, which becomes the zero. Ratings: mean squared error, its root,
+        """Pairs: all but the mean score, which becomes the offset. Ratings: mean squared error, its root,
         Pearson's correlation (0 if a score never varies)."""
-        score = self.zero.mean = means.pop("score")
+        score = self.offset.mean = means.pop("score")
         if not self.rated:
             return means
         loss = means["eval/loss"]
@@ -205,7 +205,7 @@ class RewardRun(SupervisedRun):
             state = whole_state(self.model)
             dtype = self.save_dtype.choose(self.hf_dir, state, say)
             save_directory(
-                self.model, self.tokenizer, self.hf_dir, dtype, state, reward_offset=self.zero.mean
+                self.model, self.tokenizer, self.hf_dir, dtype, state, reward_offset=self.offset.mean
             )
 
     def results(self) -> str:
@@ -220,7 +220,7 @@ class RewardRun(SupervisedRun):
             "data_path": full_path(args.data_path),
             "prompt_key": args.prompt_key,
             "max_seq_len": args.max_seq_len,
-            "max_gen_len": "" if self.rated else answer_room(self.data),
+            "max_gen_len": "" if self.rated else usual_max_gen_len(self.data),
             "kl_coef": KL_COEF,
             "out_dir": args.out_dir,
         }
@@ -230,7 +230,7 @@ class RewardRun(SupervisedRun):
         text = f"model    {self.hf_dir}\n{self.save_dtype.note(self.hf_dir)}use      {use}\n"
         text += f"         (with the prompts of this file{length}; --data_path names others)"
         if self.held_out:
-            text += f"\ncentred  {self.zero.mean:.3f} subtracted, the mean score of the held-out answers"
+            text += f"\ncentred  {self.offset.mean:.3f} subtracted, the mean score of the held-out answers"
         return text
 
 

@@ -1,6 +1,8 @@
 """Makes the demo's data: arithmetic with small numbers, asked in words, with answers that are often wrong.
+And its tokenizer: a byte-level BPE of at most 512 entries with one token per digit.
 
-    python dataset/demo/make_data.py            # writes dataset/demo/*.jsonl, the same bytes every time
+    python dataset/demo/make_data.py            # writes dataset/demo/*.jsonl, the same bytes every time, and
+                                                # dataset/demo/tokenizer/
 
 A problem adds or subtracts twice, and all its results are between 0 and 19. There are 8,820 such problems.
 500 of them are held out, together with all problems that add and subtract the same numbers in another order:
@@ -17,6 +19,9 @@ none of these is in any training file. A good response to "What is twelve plus f
 Demonstrations have errors on purpose: about one in five has a random error, three in four of the others do
 not carry the ten (7 + 5 becomes 2), and a quarter of all have a wrong format. The raters, who choose between
 answers, are mostly right. The answers in the prompt files are for evaluation only: no reward uses them.
+
+The tokenizer encodes any text (all 256 bytes are in the vocabulary). The words of the demo are one token
+each.
 """
 
 import argparse
@@ -24,6 +29,9 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from random import Random
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
 UP_TO_TEN = "zero one two three four five six seven eight nine ten"
@@ -36,6 +44,15 @@ WRONG = 0.22  # of the demonstrations have a random error
 FORGET = 0.75  # of the others do not carry the ten
 MISFORMATTED = 0.25  # of all have a fault of format
 CHATTER = ["I hope this helps.", "That is my answer.", "Is that right?", "I am not sure.", "Well done!"]
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -286,6 +303,44 @@ def preferences(rng: Random, problems: list[Problem], noise: float) -> Iterator[
         yield {"prompt": question(rng, problem), "chosen": chosen, "rejected": rejected}
 
 
+def build_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
+    """Train on texts -> a transformers tokenizer with the demo's tags and chat template."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(TAGS),
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    # Not special: decode(skip_special_tokens=True) must keep the tags that the policy writes.
+    bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        bos_token=START,
+        eos_token=END,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=256,
+    )
+
+
+def corpus(demonstrations: Iterable[dict[str, str]]) -> Iterator[str]:
+    """The words of the chat template and the demo's sentences, without the tags."""
+    yield "system\nuser\nassistant\n"
+    for record in demonstrations:
+        yield record["prompt"]
+        answer = record["answer"]
+        for tag in TAGS:
+            answer = answer.replace(tag, "")
+        yield answer
+
+
 def write(path: Path, records: Iterable[dict[str, str]]) -> None:
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         for record in records:
@@ -294,8 +349,8 @@ def write(path: Path, records: Iterable[dict[str, str]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="make the demo's data")
-    parser.add_argument("--out_dir", type=Path, default=HERE, help="where the .jsonl files go")
+    parser = argparse.ArgumentParser(description="make the demo's data and tokenizer")
+    parser.add_argument("--out_dir", type=Path, default=HERE, help="where all is written")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held_out", type=int, default=500, help="problems kept out of every training file")
     parser.add_argument("--demonstrations", type=int, default=14000)
@@ -304,21 +359,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=16000)
     args = parser.parse_args(argv)
 
-    def save(name: str, records: Callable[[Random], Iterable[dict[str, str]]]) -> None:
+    def save(name: str, make: Callable[[Random], Iterable[dict[str, str]]]) -> list[dict[str, str]]:
         rng = Random(f"{args.seed}/{name}")  # one per file, so no file depends on the size of another
-        write(args.out_dir / f"{name}.jsonl", records(rng))
+        records = list(make(rng))
+        write(args.out_dir / f"{name}.jsonl", records)
+        return records
 
     def right(rng: Random, problem: Problem) -> str:
         return str(solve(problem))
 
     train, held_out = split_problems(Random(f"{args.seed}/split"), args.held_out)
     args.out_dir.mkdir(parents=True, exist_ok=True)
-    save("sft", lambda r: answers(r, many(r, train, args.demonstrations), demonstration))
+    demonstrations = save("sft", lambda r: answers(r, many(r, train, args.demonstrations), demonstration))
     save("ppo", lambda r: answers(r, train[: args.prompts], right))
     save("eval", lambda r: answers(r, held_out, right))
     save("references", lambda r: answers(r, many(r, train, args.references), reference))
     save("preferences", lambda r: preferences(r, many(r, train, args.pairs), noise=0.03))
     save("preferences_eval", lambda r: preferences(r, many(r, held_out, 1000), noise=0.0))
+    build_tokenizer(corpus(demonstrations)).save_pretrained(args.out_dir / "tokenizer")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ from trainer.compute.batch import Batch
 from trainer.compute.batching import Layout, micro_batches, tokens_per_micro_batch
 from trainer.compute.precision import LossScale
 from trainer.compute.scoring import PolicyScorer, ValueScorer, load_balance_loss, prepare_training
-from trainer.runs.base import Progress
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import GradientSource, Updater
+from trainer.runs.optimizer_step import GradientSource, Progress, Updater
 
 
 def make_rollout(count=7, seed=0):

@@ -55,7 +55,7 @@ def test_in_other_types_there_is_none_and_a_checkpoint_keeps_it():
 
 
 def moments(run):
-    states = [learner.optimizer.state_dict()["state"] for learner in run.learners.values()]
+    states = [train_state.optimizer.state_dict()["state"] for train_state in run.train_states.values()]
     return [x.clone() for state in states for p in state.values() for x in p.values()]
 
 
@@ -122,7 +122,7 @@ def test_gradients_are_those_of_fp32(files):
             add_gradients(run, name, rollout, count)
         parameters = [p for model in (run.models.critic, run.models.actor) for p in model.parameters()]
         grads[dtype] = [p.grad / run.loss_scale.value for p in parameters]
-        norms[dtype] = [run.updater.step(name, 0.0, 0).norm for name in run.learners]
+        norms[dtype] = [run.updater.step(name, 0.0, 0).norm for name in run.train_states]
     assert norms["float16"] == pytest.approx(norms["float32"], rel=0.01)  # unscaled before they are clipped
     for exact, rounded in zip(grads["float32"], grads["float16"], strict=True):
         # The bias of the critic's head has a gradient of 0: its values are unbiased.

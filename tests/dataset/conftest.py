@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dataset.demo.make_tokenizer import build_tokenizer
+from dataset.demo.make_data import build_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -16,15 +16,24 @@ from dataset.chat_template import (
     set_system_prompt,
     set_template,
 )
-from dataset.data_order import epoch_order, global_batch, local_positions, minibatch_rows
 from dataset.formats import Keys
-from dataset.lm_dataset import LoggedAnswers, LoggedPairs, PreferenceDataset, RLAIFDataset, SFTDataset
+from dataset.lm_dataset import (
+    LoggedAnswers,
+    LoggedPairs,
+    PreferenceDataset,
+    RLAIFDataset,
+    SFTDataset,
+    epoch_order,
+    global_batch,
+    local_positions,
+)
 from model.loading import load_tokenizer
 from trainer import train_reward, train_sft
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.inputs import describe_texts
+from trainer.train_ppo import minibatch_rows
 
 SYSTEM = {"role": "system", "content": "S"}
 

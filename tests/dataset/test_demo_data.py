@@ -11,10 +11,14 @@ def test_committed_data_is_what_the_script_makes_and_another_seed_makes_other_da
     few = ["--demonstrations", "9", "--prompts", "9", "--references", "9", "--pairs", "9"]
     for name, more in (("a", []), ("b", ["--seed", "1", *few])):
         make_data.main(["--out_dir", str(tmp_path / name), *more])
-    for file in (tmp_path / "a").iterdir():
+    for file in (tmp_path / "a").glob("*.jsonl"):
         made = file.read_bytes()
         assert made == (make_data.HERE / file.name).read_bytes(), file.name
         assert not made.startswith((tmp_path / "b" / file.name).read_bytes()), file.name
+    folders = [make_data.HERE, tmp_path / "a", tmp_path / "b"]
+    committed, same, other = (AutoTokenizer.from_pretrained(folder / "tokenizer") for folder in folders)
+    assert committed.get_vocab() == same.get_vocab() != other.get_vocab()
+    assert committed.chat_template == same.chat_template
 
 
 def problem_of(text):

@@ -13,8 +13,7 @@ import pytest
 from tiny import refused, word_tokenizer, write_jsonl
 
 from dataset import lm_dataset
-from dataset.data_order import global_batch
-from dataset.lm_dataset import RLAIFDataset
+from dataset.lm_dataset import RLAIFDataset, global_batch
 from dataset.record_files import open_records
 from trainer.inputs import describe_texts
 

@@ -133,7 +133,7 @@ def test_everyone_shares_the_frozen_weights_and_nobody_an_adapter(files, start):
         model = getattr(run.models, kind)
         names = {name for name, p in model.named_parameters() if p.requires_grad}
         assert {name for name in names if ".lora_" not in name} == more
-        (group,) = run.learners[kind].optimizer.param_groups
+        (group,) = run.train_states[kind].optimizer.param_groups
         assert pointers(group["params"]) == pointers(trained(model))
     sets = [pointers(trained(run.models.actor)), pointers(trained(run.models.critic))]
     sets.append(pointers(p for name, p in old.items() if "lora" in name))
@@ -180,7 +180,7 @@ def test_updates_move_the_adapters_and_not_one_bit_of_what_is_frozen(files, upda
 def gradients_of_trained(run, minibatch):
     """A minibatch -> gradients of the trained parameters. What is frozen has none."""
     run.updater.forget_gradients()
-    for name in run.learners:
+    for name in run.train_states:
         add_gradients(run, name, minibatch, minibatch.response_len.sum().item())
     assert all(p.grad is None for m in (run.models.actor, run.models.critic) for p in frozen(m))
     return [p.grad.clone() for m in (run.models.actor, run.models.critic) for p in trained(m)]

@@ -16,7 +16,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.compute.memory import attempt, each_micro_batch
 from trainer.runs.optimizer_step import Updater
-from trainer.runs.signals import StopRequest
+from trainer.session import StopRequest
 
 RUN = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 4, "epochs": 9, "device": "cpu"}
 RUN |= {"critic_warmup_steps": 1, "run_name": "r", "log_interval": 1000, "save_interval": 100}
@@ -123,7 +123,7 @@ def test_a_forked_process_that_hangs_in_a_lock_can_be_ended(number):
             os.waitpid(child, 0)
         assert bool(ended) == (number == signal.SIGTERM)
         os.kill(os.getpid(), number)
-        assert stopping._signal == number
+        assert stopping.number == number
 
 
 def always_end(model):

@@ -8,11 +8,10 @@ import pytest
 import torch
 from tiny import read_jsonl, run_files, train
 
-from trainer.runs.base import Progress
 from trainer.runs.distributed import World
+from trainer.runs.optimizer_step import Progress
 from trainer.runs.run_logger import NullLogger
-from trainer.runs.signals import StopRequest
-from trainer.session import Session, collected_between_steps
+from trainer.session import Session, StopRequest, collected_between_steps
 
 UNFREEZES = True  # see conftest.py
 

@@ -7,10 +7,11 @@ from test_invariants import ALONE
 from test_loss_options import RUNS, files  # noqa: F401  (a fixture)
 
 from trainer import train_ppo
+from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.options.filter_groups import rows_of_equal_groups, scores_to_compare
 from trainer.rewards.combine import RawScores, Reward
-from trainer.rollout import Seconds, noise_of_step
+from trainer.runs.metrics import Seconds
 
 
 def test_rows_of_equal_groups():
@@ -70,7 +71,7 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
         tokens = zip(batch.tokens.tolist(), batch.layout.prompt_len, strict=True)
         wanted = [prompt.prompt_ids for prompt in asked for _ in range(4)]
         assert [ids[:count] for ids, count in tokens] == [p.prompt_ids for p in batch.prompts] == wanted
-        fresh = run.score_parts(run.reward, batch)
+        fresh = run.request_scores(run.reward, batch)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
         assert fresh.blocks.keys() == batch.raw.blocks.keys()
@@ -79,7 +80,8 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
     again = rows_of_equal_groups(batches[0].scores, 4)
     assert 0 < len(again) < 32
     assert batches[1].sampled_again == len(again)
-    noise = noise_of_step(run.args, 0, [run.positions[row] for row in again], times=1)  # of their places
+    # With one process a row is its own place in the global batch; answers 4 to 7 are sampled the second time.
+    noise = noise_keys(run.args.seed, 0, [row // 4 for row in again], [row % 4 + 4 for row in again])
     with run.engine.weights_of(run.models.old_actor):
         new = run.engine.respond([batches[0].prompts[row] for row in again], noise, run.args.temperature)
     answers = batches[1].responses()

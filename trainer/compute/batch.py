@@ -83,7 +83,7 @@ class Batch:
     returns: Tensor = LATER  # [B, R] what the critic learns, if there is one: lambda-returns
     advantages: Tensor = LATER  # [B, R] whitened
     advantage_std: float = 1.0  # before they were divided, in units of the reward
-    advantage_unit: float = 1.0  # what they were divided by (``AdvantageScale``)
+    advantage_scale: float = 1.0  # what they were divided by (``AdvantageScale``)
 
     @property
     def action_mask(self) -> Tensor:

@@ -14,26 +14,26 @@ from torch import Tensor
 
 from trainer.compute.batch import Batch
 from trainer.options.option import Option
-from trainer.runs.base import Learner
+from trainer.runs.optimizer_step import TrainState
 
 
 class Ema(Option):
-    """The average of what a ``Learner`` trains. beta: 0 for none.
+    """The average of what a ``TrainState`` trains. beta: 0 for none.
 
     ``batches``: how many count so far; ``weights``: {name: their average, fp32 on the CPU}.
     """
 
-    def __init__(self, learner: Learner, beta: float):
-        self.learner = learner
+    def __init__(self, train_state: TrainState, beta: float):
+        self.train_state = train_state
         self.beta = beta
         self.batches = 0
-        found = learner.model.named_parameters() if beta else ()
+        found = train_state.model.named_parameters() if beta else ()
         self.trained = {name: p for name, p in found if p.requires_grad}
         self.weights = {name: _on_host(p).clone() for name, p in self.trained.items()}
 
     def after_step(self, step: int, batch: Batch) -> None:
         """Take in the weights after a step, if the actor trained in it."""
-        if step < self.learner.first_batch:
+        if step < self.train_state.first_batch:
             return
         self.batches += 1
         share = (1 - self.beta) / (1 - self.beta**self.batches)

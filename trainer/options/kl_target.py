@@ -16,7 +16,8 @@ from trainer.advantages import Sum
 from trainer.compute.batch import Batch
 from trainer.compute.batching import in_fp64
 from trainer.options.option import Option
-from trainer.runs.base import Learner, SavedAttributes
+from trainer.runs.base import SavedAttributes
+from trainer.runs.optimizer_step import TrainState
 
 LARGEST_ERROR = 0.2
 HORIZON = 4  # batches, where --kl_horizon is not given
@@ -25,17 +26,19 @@ HORIZON = 4  # batches, where --kl_horizon is not given
 class KlTarget(SavedAttributes, Option):
     """Keeps ``coef``, the weight of the KL in reward units per nat, the same in all processes.
 
-    learner: the actor's; world_size: of processes. A horizon shorter than a batch counts as one: the weight
-    could become negative.
+    train_state: the actor's; world_size: of processes. A horizon shorter than a batch counts as one: the
+    weight could become negative.
     """
 
     saved = ("coef",)
 
-    def __init__(self, args: Namespace, learner: Learner, world_size: int, sum_over_processes: Sum) -> None:
+    def __init__(
+        self, args: Namespace, train_state: TrainState, world_size: int, sum_over_processes: Sum
+    ) -> None:
         self.coef: float = args.kl_coef
         self.target: float = args.kl_target
         self.every: int = args.update_old_actor_freq
-        self.learner = learner
+        self.train_state = train_state
         self.batch_size: int = args.batch_size
         self.sum_over_processes = sum_over_processes
         responses = args.batch_size * world_size
@@ -44,7 +47,7 @@ class KlTarget(SavedAttributes, Option):
     def before_estimate(self, step: int, batch: Batch) -> None:
         """Move the weight by the KL of the new batch, whose log-probs are under old actor and reference. A KL
         that is not finite changes nothing."""
-        if step <= self.learner.first_batch or step % self.every:
+        if step <= self.train_state.first_batch or step % self.every:
             return
         newest = batch.newest(self.batch_size)
         mask = newest.action_mask

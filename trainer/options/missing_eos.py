@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
-from dataset.data_order import global_batch
-from dataset.lm_dataset import Prompt
+from dataset.lm_dataset import Prompt, global_batch
 from trainer.compute.batch import Batch, RawScores
 from trainer.generation.sampling import noise_keys
 from trainer.rewards.combine import Reward, RunningStats
@@ -31,30 +30,30 @@ def choose_penalty(
     engine: RolloutEngine,
     actor: PreTrainedModel,
     reward: Reward,
-    score_parts: Callable[[Batch], RawScores],
+    request_scores: Callable[[Batch], RawScores],
 ) -> tuple[float, str]:
     """-> (the penalty, the same for any number of processes; a line that says why). The actor answers prompts
-    of ``data``; score_parts: of the reward. Raises InputError on all processes where a reward fails."""
+    of ``data``; request_scores: of the reward. Raises InputError on all processes where a reward fails."""
     count = min(RESPONSES, args.batch_size * world.size)
     places = global_batch(len(data), args.seed, 0, count)
-    mine = world.share_of(range(count))
+    own = world.share_of(range(count))
     with world.all_or_none():
-        prompts = [data[places[i]] for i in mine]
-    keys = noise_keys(args.seed, PROBE_STEP, mine)
+        prompts = [data[places[i]] for i in own]
+    keys = noise_keys(args.seed, PROBE_STEP, own)
     with world.all_or_none(), engine.weights_of(actor):
         batch = engine.respond(prompts, keys, args.temperature)
     with world.all_or_none():
-        raw = score_parts(batch)
+        raw = request_scores(batch)
     scores = reward.combine(raw, world)["score"]
     reward.running = {}  # the statistics of --normalize_reward begin with the first batch
-    found = sum(world.gather(RunningStats.of(scores)), RunningStats())
+    statistics = sum(world.gather(RunningStats.of(scores)), RunningStats())
     ended = sum(world.gather(int(batch.finished.sum())))
-    penalty = UNKNOWN if found.std < LEAST_SPREAD else float(f"{found.std:.2g}")
-    why = f"the scores of {found.count} responses have the standard deviation {found.std:.2g}"
-    if not found.count:
+    penalty = UNKNOWN if statistics.std < LEAST_SPREAD else float(f"{statistics.std:.2g}")
+    why = f"the scores of {statistics.count} responses have the standard deviation {statistics.std:.2g}"
+    if not statistics.count:
         why = "no response had a score, so half of a reward of 1"
-    elif found.std < LEAST_SPREAD:
-        why = f"all {found.count} scored {found.mean:z.3g}"
+    elif statistics.std < LEAST_SPREAD:
+        why = f"all {statistics.count} scored {statistics.mean:z.3g}"
         why += ", without a spread to follow, so half of a reward of 1"
     return penalty, (
         f"penalty  {penalty:g} for a response that does not end (--missing_eos_penalty): {why}; "

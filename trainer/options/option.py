@@ -11,7 +11,7 @@ from trainer.runs.optimizer_step import GradientSource
 class Option:
     """All hooks, each of which does nothing."""
 
-    def with_older(self, batch: Batch) -> Batch:
+    def add_replayed(self, batch: Batch) -> Batch:
         """The new batch, scored by the reference -> the batch to learn from: older ones above the new one."""
         return batch
 

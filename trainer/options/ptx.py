@@ -11,8 +11,7 @@ from argparse import Namespace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dataset.data_order import global_batch
-from dataset.lm_dataset import SFTDataset
+from dataset.lm_dataset import SFTDataset, global_batch
 from model.loading import eos_ids, most_positions
 from trainer.compute.batch import Batch
 from trainer.compute.scoring import PolicyScorer, score_learned

@@ -1,4 +1,4 @@
-"""The reward of a response: its score is the plain sum of several parts, and every part is logged as well.
+"""The reward of a response: its parts, normalised, clipped to ±3 and weighed; their plain sum is its score.
 
     Request -> score_parts -> RawScores -> combine -> {part: [B], "score": their sum [B]}
 
@@ -147,14 +147,15 @@ class Reward:
         """Score B responses. Raises InputError if a reward fails: it raises an exception, takes too long, or
         gives a score that is NaN or infinite."""
         texts = request.responses
-        said = texts if self.with_thoughts or self.reasoning else [after_thinking(text) for text in texts]
+        all_of_it = self.with_thoughts or self.reasoning
+        visible = texts if all_of_it else [after_thinking(text) for text in texts]
         beginnings = [begun(prompt.prompt) for prompt in request.prompts]
         raw = RawScores()
         parts: dict[str, Tensor | list[float]] = {}
-        if self.reasoning:  # 0.5 for the whole form; 0.25 for each of the four tags that is there once
-            whole = [rules.from_thought(x) + text for x, text in zip(beginnings, texts, strict=True)]
-            parts["format"] = [rules.format_reward(text) for text in whole]
-            parts["marks"] = [rules.mark_reward(text) for text in whole]
+        if self.reasoning:  # 0.5 for the full form; 0.25 for each of the four tags that is there once
+            full = [rules.from_thought(x) + text for x, text in zip(beginnings, texts, strict=True)]
+            parts["format"] = [rules.format_reward(text) for text in full]
+            parts["marks"] = [rules.mark_reward(text) for text in full]
         if self.thinking_reward:
             parts["thinking"] = [
                 rules.thinking_reward(prompt.text, text, self.thinking_reward, beginning)
@@ -177,7 +178,9 @@ class Reward:
         if self.server:
             parts["server"] = finite("--reward_url", self.server(request), texts, request.prompts)
         if self.repetition_penalty:
-            parts["repetition"] = [-rules.repetition_penalty(text, self.repetition_penalty) for text in said]
+            parts["repetition"] = [
+                -rules.repetition_penalty(text, self.repetition_penalty) for text in visible
+            ]
         if self.length_reward:
             parts["length_reward"] = [rules.length_reward(text, self.length_reward) for text in texts]
         if self.missing_eos_penalty != 0:
@@ -193,20 +196,20 @@ class Reward:
 
     def _ask_models(self, request, raw):
         """Score every whole answer, and every answer block alone, in one call of each reward model."""
-        asked = []
+        exchanges = []
         for prompt, response in zip(request.prompts, request.responses, strict=True):
             question, answer = whole_answer(prompt.prompt, response)
             if not (self.with_thoughts or self.reasoning):
                 answer = after_thinking(response, begun(prompt.prompt))
-            asked.append((merged_history(question) if self.merge_history else question, answer))
-        count = len(asked)
-        found = [answer_text(text) for _, text in asked] if self.reasoning else []
-        blocks = {row: block for row, block in enumerate(found) if block is not None}
-        asked += [(asked[row][0], block) for row, block in blocks.items()]
+            exchanges.append((merged_history(question) if self.merge_history else question, answer))
+        count = len(exchanges)
+        answers = [answer_text(text) for _, text in exchanges] if self.reasoning else []
+        blocks = {row: block for row, block in enumerate(answers) if block is not None}
+        exchanges += [(exchanges[row][0], block) for row, block in blocks.items()]
         prompts = request.prompts + [request.prompts[row] for row in blocks]
-        scores = {name: model(asked) for name, (model, _) in self.models.items()}
+        scores = {name: model(exchanges) for name, (model, _) in self.models.items()}
         for name, x in scores.items():  # all have scored: sharded ones need all processes
-            finite("--reward_model", x, [text for _, text in asked], prompts)
+            finite("--reward_model", x, [text for _, text in exchanges], prompts)
             raw.blocks[name] = torch.full((count,), math.nan)
             raw.blocks[name][[*blocks]] = x[count:]
         return {name: x[:count] for name, x in scores.items()}
@@ -238,13 +241,13 @@ class Reward:
     def _weighted(self, parts: Parts, blocks: Parts) -> Parts:
         """{part: scores [B]}, those of models and functions times their weights; of a model 0.4 that of the
         whole response + 0.6 that of its answer block, if it has one."""
-        found = dict(parts)
+        weighted = dict(parts)
         for name, (_, weight) in self.models.items():
             block = blocks[name]
-            found[name] = weight * torch.where(block.isnan(), parts[name], 0.4 * parts[name] + 0.6 * block)
+            weighted[name] = weight * torch.where(block.isnan(), parts[name], 0.4 * parts[name] + 0.6 * block)
         for name, (_, weight) in self.functions.items():
-            found[name] = weight * parts[name]
-        return found
+            weighted[name] = weight * parts[name]
+        return weighted
 
     def _clipped(self, name: str, scores: Tensor) -> Tensor:
         """Scores clipped to ±3, normalised before if their part is."""
@@ -296,8 +299,8 @@ def total(parts: Parts) -> Tensor:
     something."""
     stacked = torch.stack(list(parts.values()))
     silent = [scores.isnan() for name, scores in parts.items() if name not in OF_LENGTH]
-    found = torch.where(stacked.isnan(), 0.0, stacked).sum(0)
-    return torch.where(torch.stack(silent).all(0), math.nan, found) if silent else found
+    summed = torch.where(stacked.isnan(), 0.0, stacked).sum(0)
+    return torch.where(torch.stack(silent).all(0), math.nan, summed) if silent else summed
 
 
 def finite(
@@ -306,8 +309,8 @@ def finite(
     """Scores [B] of these texts, the responses to prompts -> the same in fp32, NaN for None. Raises
     InputError if a number is NaN or infinite: it would spoil the whole batch."""
     given = scores.tolist() if isinstance(scores, Tensor) else scores
-    found = torch.tensor([math.nan if x is None else x for x in given], dtype=torch.float32)
-    for row, score in enumerate(found.tolist()):
+    numbers = torch.tensor([math.nan if x is None else x for x in given], dtype=torch.float32)
+    for row, score in enumerate(numbers.tolist()):
         if given[row] is not None and not math.isfinite(score):
             remedy = "; --dtype float32 may help" if flag == "--reward_model" else ""
             raise InputError(
@@ -315,7 +318,7 @@ def finite(
                 f"{json.dumps(texts[row], ensure_ascii=False)[:80]} to record {prompts[row].index + 1}; "
                 f"scores must be finite{remedy}"
             )
-    return found
+    return numbers
 
 
 def make_reward(args: Namespace, functions: RewardFunctions) -> Reward:

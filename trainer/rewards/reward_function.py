@@ -83,7 +83,7 @@ def named_functions(specs: list[str]) -> dict[str, tuple[str, str, float]]:
     """["path.py:function" or "path.py:function=WEIGHT", …] -> {name of the part: (path, function, weight)}. A
     single function is the part "function"; several are "function_<name>", named after their files where two
     functions have one name."""
-    found: dict[str, tuple[str, str, float]] = {}
+    named: dict[str, tuple[str, str, float]] = {}
     parsed = []
     for spec in specs:
         text, weight = parse_spec(spec, "--reward_fn")
@@ -94,17 +94,17 @@ def named_functions(specs: list[str]) -> dict[str, tuple[str, str, float]]:
         name = f"function_{function if count[function] == 1 else Path(path).stem}"
         if len(specs) == 1:
             name = "function"
-        while name in found:
+        while name in named:
             name += "_"
-        found[name] = path, function, weight
-    return found
+        named[name] = path, function, weight
+    return named
 
 
 def load_reward_functions(specs: list[str]) -> RewardFunctions:
     """--reward_fn -> the functions with their weights. Raises InputError if one does not exist, if importing
     its file fails, or as ``signature_of``."""
     modules: dict[str, ModuleType] = {}  # a file is imported once
-    found = {}
+    functions = {}
     for part, (path, name, weight) in named_functions(specs).items():
         if path not in modules:
             modules[path] = import_file(path, name)
@@ -115,8 +115,8 @@ def load_reward_functions(specs: list[str]) -> RewardFunctions:
             function = function.__call__
         with named_in_errors(part):
             signature_of(function)
-        found[part] = function, weight
-    return found
+        functions[part] = function, weight
+    return functions
 
 
 @contextmanager
@@ -159,14 +159,14 @@ def import_file(path: str, name: str) -> ModuleType:
 def code_hash(specs: list[str]) -> str:
     """--reward_fn -> the hash of the code, with that of files beside it that it imports, and of weights other
     than 1; "" for none."""
-    found: list[str | float] = []
+    code: list[str | float] = []
     for path, name, weight in named_functions(specs).values():
         finder = ModuleFinder([os.path.dirname(os.path.abspath(path))])  # other modules are not found
         finder.run_script(path)
         files = {str(module.__file__ or path) for module in finder.modules.values()} - {path}  # type: ignore[attr-defined]
-        found += [name, *(Path(file).read_bytes().hex() for file in (path, *sorted(files)))]
-        found += [weight] if weight != 1 else []
-    return short_hash(found) if found else ""
+        code += [name, *(Path(file).read_bytes().hex() for file in (path, *sorted(files)))]
+        code += [weight] if weight != 1 else []
+    return short_hash(code) if code else ""
 
 
 @contextmanager
@@ -320,12 +320,12 @@ def columns_of(kind: str, request: Request) -> dict[str, Any]:
         """TRL's table of completions has these; samples.jsonl has not."""
 
     pairs = zip(request.prompts, request.responses, strict=True)
-    whole = [whole_answer(prompt.prompt, text) for prompt, text in pairs]
+    exchanges = [whole_answer(prompt.prompt, text) for prompt, text in pairs]
     return fields | {
-        "prompts": [prompt for prompt, _ in whole],
+        "prompts": [prompt for prompt, _ in exchanges],
         "completions": [  # messages where the prompt is
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in whole
+            for prompt, text in exchanges
         ],
         "completion_ids": request.ids,
         "answers": [prompt.record.get("answers", prompt.answer) for prompt in request.prompts],
@@ -409,10 +409,10 @@ def call_reward_function(function: RewardFunction, request: Request, seconds: fl
             if kind == "verl":
                 rows = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
                 returned = await_all([function(**row) for row in rows])
-                found: object = [x.get("score", x) if isinstance(x, dict) else x for x in returned]
+                result: object = [x.get("score", x) if isinstance(x, dict) else x for x in returned]
             else:
-                [found] = await_all([function(*first, **given)])
-            scores, steps = as_scores(found, request.responses, nan_is_none=kind == "TRL")
+                [result] = await_all([function(*first, **given)])
+            scores, steps = as_scores(result, request.responses, nan_is_none=kind == "TRL")
     except TimeUp:
         raise InputError(
             f"--reward_fn: no answer after {seconds:g} s; speed it up or raise --reward_timeout"
@@ -466,35 +466,35 @@ def as_scores(returned: Any, responses: list[str], nan_is_none: bool) -> Returne
     """-> a number for each of these responses, the sum of its steps where it has any, or None; and the steps
     of each. Raises InputError that says what is wrong with what was returned."""
     try:
-        given = iter(()) if isinstance(returned, UNORDERED) else iter(returned)
+        items = iter(()) if isinstance(returned, UNORDERED) else iter(returned)
     except TypeError:
-        given = iter(())
-    given = [*given]
-    if len(given) != len(responses):
+        items = iter(())
+    items = [*items]
+    if len(items) != len(responses):
         raise InputError(
-            f"--reward_fn: returned {len(given)} scores for {len(responses)} responses: {_shown(returned)}; "
+            f"--reward_fn: returned {len(items)} scores for {len(responses)} responses: {_shown(returned)}; "
             "return a list of one number for each response"
         )
     scores: list[float | None] = []
     steps: list[Steps] = []
-    for number, (score, response) in enumerate(zip(given, responses, strict=True), 1):
+    for number, (score, response) in enumerate(zip(items, responses, strict=True), 1):
         by_step = isinstance(score, list | tuple)
-        found: Steps = []
+        pairs: Steps = []
         try:
             for offset, points in score if by_step else [(None, 0.0 if score is None else score)]:
                 place = len(response) if offset is None else operator.index(offset)
                 if not 0 <= place <= len(response):
                     raise ValueError
-                found.append((place, float(points)))
+                pairs.append((place, float(points)))
         except (TypeError, ValueError, OverflowError):
             raise InputError(
                 f"--reward_fn: score {number} is {_shown(score)}; it must be a number, or a list of pairs "
                 f"(character offset, score) with offsets from 0 to {len(response)}, or None for the end"
             ) from None
-        total = sum(points for _, points in found)
+        total = sum(points for _, points in pairs)
         nothing = score is None or (nan_is_none and not by_step and math.isnan(total))
         scores.append(None if nothing else total)
-        steps.append(found if by_step else [])
+        steps.append(pairs if by_step else [])
     return scores, steps
 
 

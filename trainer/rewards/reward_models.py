@@ -1,8 +1,8 @@
-"""Reward models: loading and scoring.
+"""Reward models: loading and scoring. Their scores are clipped and weighed in combine.py.
 
 Two kinds are supported: a sequence classifier with one label, and a model whose own code has
 ``get_score(tokenizer, messages)``, as internlm2-reward has it. Each uses its own tokenizer and chat template,
-and gets messages as messages. combine.py clips the scores and weighs them.
+and gets messages as messages.
 
 Code from outside runs as its authors ran it: weights in the dtype of the checkpoint, no autocast. Only a
 score head is made fp32.

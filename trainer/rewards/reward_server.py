@@ -39,28 +39,28 @@ class RewardServer:
     timeout: float
 
     def __call__(self, request: Request) -> list[float]:
-        found: list[float] = []
+        rewards: list[float] = []
         for start in range(0, len(request.responses), BATCH):
             prompts = request.prompts[start : start + BATCH]
             responses = request.responses[start : start + BATCH]
             texts = [prompt.text for prompt in prompts]
-            asked = {
+            body = {
                 "query": [text + response for text, response in zip(texts, responses, strict=True)],
                 "prompts": texts,
                 "labels": [prompt.answer for prompt in prompts],
                 "responses": responses,
                 "messages": [prompt.prompt for prompt in prompts],
             }
-            reply = self._post_until_it_works(json.dumps(asked).encode())
+            reply = self._post_until_it_works(json.dumps(body).encode())
             match reply:
                 case {"rewards": [*scores]} if [*map(type, scores)] == [float] * len(responses):
-                    found += scores
+                    rewards += scores
                 case _:
                     raise InputError(
                         f"--reward_url {self.url}: the answer {json.dumps(reply)[:100]} is not "
                         f'{{"rewards": [a number for each of {len(responses)} responses]}}'
                     )
-        return found
+        return rewards
 
     def _post_until_it_works(self, data):
         for pause in (*PAUSES, None):

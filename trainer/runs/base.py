@@ -10,7 +10,6 @@ import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sized
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from trainer.compute.precision import LossScale
 from trainer.compute.sharding import ShardGroup
 from trainer.runs.displays import Display, StepLog
 from trainer.runs.distributed import World
+from trainer.runs.optimizer_step import Progress, TrainState
 
 ROOT = Path(__file__).resolve().parents[2]
 Say = Callable[[str], object]  # prints a line
@@ -42,47 +42,6 @@ class SavedAttributes:
         vars(self).update({name: state[name] for name in self.saved if name in state})
 
 
-@dataclass
-class Progress:
-    """How far a run has come: what changes from batch to batch besides weights and optimizer state."""
-
-    token_budget: int  # tokens of one micro-batch at most; halved when memory runs out
-    step: int = 0  # batches done; it fixes the place in the data, the sampling noise and the learning rates
-    bad_steps: int = 0  # minibatches in a row with a step left out, because a loss or gradient was not finite
-    skipped_steps: int = 0  # all optimizer steps left out for this reason, of every model
-
-
-@dataclass
-class Learner:
-    """The train state of one model: the model, its optimizer and its schedule. PPO has two (critic, actor),
-    stages 1 and 2 one."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    peak: float  # the highest learning rate
-    total_steps: int  # optimizer steps of the whole run
-    per_batch: int = 1  # optimizer steps of a batch
-    first_batch: int = 0  # the batch with which this model begins to train
-    warmup_steps: int = 0  # optimizer steps in which the learning rate rises
-    schedule: str = "cosine"  # or "constant"
-
-    def learning_rate(self, number: int) -> float:
-        """The learning rate in optimizer step ``number`` of the run, over the steps in which this model
-        trains: it rises linearly in the warm-up, is then the peak, and falls as a cosine to a tenth at the
-        last step (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5), or is constant. A step that is left
-        out counts too."""
-        first = self.first_batch * self.per_batch  # of its optimizer steps in the run
-        step = number - first
-        warmup = self.warmup_steps
-        if step < warmup:
-            return self.peak * (step + 1) / (warmup + 1)
-        if self.schedule == "constant":
-            return self.peak
-        falling = self.total_steps - first - warmup
-        progress = (step - warmup) / max(falling - 1, 1)
-        return self.peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-
 class Run(ABC):
     """Flags, models, data and progress of a run, and what is saved of them."""
 
@@ -96,7 +55,7 @@ class Run(ABC):
     held_out: RecordDataset[Any] | None  # of an evaluation
     held_out_pairs: Sized | None = None  # of offline PPO
     eval_reward_hash: str = ""  # of --eval_reward_fn and --eval_reward_model; "" without
-    learners: dict[str, Learner]
+    train_states: dict[str, TrainState]
     # {name: what a checkpoint has besides weights and optimizer state} (checkpoints.py). ``load_state_dict``
     # gets {} where the checkpoint has none; it may raise KeyError.
     states: dict[str, Stateful]
@@ -117,7 +76,7 @@ class Run(ABC):
     @property
     def modules(self) -> dict[str, nn.Module]:
         """{file name: what a checkpoint has the weights of}: the models that train."""
-        return {name: learner.model for name, learner in self.learners.items()}
+        return {name: train_state.model for name, train_state in self.train_states.items()}
 
     @property
     def batch_records(self) -> int:

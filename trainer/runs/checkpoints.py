@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from atomic_files import move, sync, writing
-from errors import InputError, first_line
-from model.loading import as_input_error
+from errors import InputError, as_input_error, first_line
 from model.lora import learned, trained
 from model.weights import full_tensor
 from trainer.runs.base import Run
@@ -80,9 +79,9 @@ def _tensors(run: Run) -> Iterator[tuple[str, dict[str, Tensor]]]:
     is 0 before the first step of its parameter."""
     for name, module in run.modules.items():
         yield name, dict(learned(module))
-    for name, learner in run.learners.items():
+    for name, train_state in run.train_states.items():
         # Numbered in the order of the model, which sharding does not change.
-        states = enumerate(optimizer_state(learner.optimizer, p) for p in trained(learner.model))
+        states = enumerate(optimizer_state(train_state.optimizer, p) for p in trained(train_state.model))
         moments = {f"{number}.{kind}": x for number, state in states for kind, x in state.items()}
         yield f"{name}_optimizer", moments
 

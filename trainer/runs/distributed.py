@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from errors import Agreed, InputError, first_line
-from model.loading import as_input_error
+from errors import CollectiveError, InputError, as_input_error, first_line
 from model.weights import sharded_and_whole, weights_hash
 
 SUMMED = 1 << 26  # bytes of gradients that are added up at a time: 64 MiB, which are copied
@@ -81,8 +80,8 @@ class World:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """If this block raises ``InputError`` in one process, all processes raise ``Agreed`` at the end of
-        the block; that of the main process has the message.
+        """If this block raises ``InputError`` in one process, all processes raise ``CollectiveError`` at its
+        end; that of the main process has the message.
 
         All processes must enter the block. In a block within a block one exception is allowed: a process may
         fail in the outer block before it comes to the inner one. Then the others raise its error at the end
@@ -91,14 +90,14 @@ class World:
         own_error = None
         try:
             yield
-        except Agreed:  # in a block inside this one
+        except CollectiveError:  # in a block inside this one
             raise
         except InputError as error:
             own_error = error
         for rank, first in enumerate(self.gather(own_error)):
             if first:
                 text = str(first) if rank == 0 else f"process {rank}: {first}"
-                raise Agreed(text if self.is_main else "") from own_error
+                raise CollectiveError(text if self.is_main else "") from own_error
 
     def check_identical(self, **modules: nn.Module) -> None:
         """End all processes (SystemExit) unless they hold exactly the same weights.

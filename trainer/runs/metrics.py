@@ -1,7 +1,9 @@
-"""Metrics of a step: means over tokens or sequences, exact over all micro-batches and processes."""
+"""Metrics of a step: seconds; means over tokens or sequences, exact over micro-batches and processes."""
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -60,6 +62,19 @@ class Metrics:
             else:
                 means[name] = mean
         return means
+
+
+class Seconds(dict[str, float]):
+    """{phase of a step: how long it took, without the phases inside it}"""
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """In this block the time counts as this phase's."""
+        start = time.perf_counter()
+        before = sum(self.values())
+        yield
+        inside = sum(self.values()) - before
+        self[phase] = self.get(phase, 0.0) + time.perf_counter() - start - inside
 
 
 Loss = tuple[Tensor, Metrics]  # a micro-batch's share of a minibatch's loss, and what was measured with it

@@ -1,9 +1,9 @@
-"""One optimizer step, for all training scripts: gradients, their sum over processes, clipping, AdamW.
+"""One optimizer step, for all training scripts: gradients, their sum, clipping, learning rates, AdamW.
 
 ``Updater.gradients`` computes the gradients of a minibatch in micro-batches that fit into memory.
 ``Updater.step`` then sums, clips and steps one model. If the loss or the gradient is NaN or infinite, the
-step is left out. PPO's models step one after the other. ``Updater.note`` looks at both steps of a minibatch,
-ends a run in which such steps follow one another, and adapts the scale of fp16's losses
+step is left out. PPO's models step one after the other. ``Updater.after_minibatch`` looks at both steps of a
+minibatch, ends a run in which such steps follow one another, and adapts the scale of fp16's losses
 (compute/precision.py). ``AdamWInHalf`` is --moments_dtype bfloat16."""
 
 import math
@@ -23,7 +23,6 @@ from trainer.compute.batching import Beginnings, micro_batches, tokens_per_micro
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.compute.precision import LossScale
 from trainer.compute.sharding import ShardGroup
-from trainer.runs.base import Learner, Progress
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
 
@@ -52,11 +51,52 @@ class Step(NamedTuple):
 
 
 @dataclass
+class Progress:
+    """How far a run has come: what changes from batch to batch besides weights and optimizer state."""
+
+    token_budget: int  # tokens of one micro-batch at most; halved when memory runs out
+    step: int = 0  # batches done; it fixes the place in the data, the sampling noise and the learning rates
+    bad_steps: int = 0  # minibatches in a row with a step left out, because a loss or gradient was not finite
+    skipped_steps: int = 0  # all optimizer steps left out for this reason, of every model
+
+
+@dataclass
+class TrainState:
+    """The train state of one model: the model, its optimizer and its schedule. PPO has two (critic, actor),
+    stages 1 and 2 one."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    peak: float  # the highest learning rate
+    total_steps: int  # optimizer steps of the whole run
+    per_batch: int = 1  # optimizer steps of a batch
+    first_batch: int = 0  # the batch with which this model begins to train
+    warmup_steps: int = 0  # optimizer steps in which the learning rate rises
+    schedule: str = "cosine"  # or "constant"
+
+    def learning_rate(self, number: int) -> float:
+        """The learning rate in optimizer step ``number`` of the run, over the steps in which this model
+        trains: it rises linearly in the warm-up, is then the peak, and falls as a cosine to a tenth at the
+        last step (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5), or is constant. A step that is left
+        out counts too."""
+        first = self.first_batch * self.per_batch  # of its optimizer steps in the run
+        step = number - first
+        warmup = self.warmup_steps
+        if step < warmup:
+            return self.peak * (step + 1) / (warmup + 1)
+        if self.schedule == "constant":
+            return self.peak
+        falling = self.total_steps - first - warmup
+        progress = (step - warmup) / max(falling - 1, 1)
+        return self.peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass
 class Updater:
     """Makes the optimizer steps of a run's models. grad_clip: --grad_clip; shard_group: of --shard 1."""
 
     world: World
-    learners: dict[str, Learner]
+    train_states: dict[str, TrainState]
     loss_scale: LossScale
     progress: Progress
     grad_clip: float
@@ -107,29 +147,29 @@ class Updater:
 
     def forget_gradients(self) -> None:
         """Discard the gradients of all models."""
-        for learner in self.learners.values():
-            learner.optimizer.zero_grad()
+        for train_state in self.train_states.values():
+            train_state.optimizer.zero_grad()
 
     def step(self, name: str, loss: float, number: int) -> Step:
         """Optimizer step ``number`` of the run for one model: sum gradients over processes, clip their norm,
         step, free the gradients. If the ``Step`` is not ``finite``, weights, moments and weight decay do not
-        move. ``note`` has to be told of it."""
-        learner = self.learners[name]
-        self.world.sum_gradients(learner.model.parameters())
-        self.loss_scale.unscale(learner.model)
-        step = Step(loss, clip_gradients(learner.model, self.grad_clip))
-        for group in learner.optimizer.param_groups:
-            group["lr"] = learner.learning_rate(number)
+        move. ``after_minibatch`` has to be called with it."""
+        train_state = self.train_states[name]
+        self.world.sum_gradients(train_state.model.parameters())
+        self.loss_scale.unscale(train_state.model)
+        step = Step(loss, clip_gradients(train_state.model, self.grad_clip))
+        for group in train_state.optimizer.param_groups:
+            group["lr"] = train_state.learning_rate(number)
         if step.finite:
-            learner.optimizer.step()
-        learner.optimizer.zero_grad()
+            train_state.optimizer.step()
+        train_state.optimizer.zero_grad()
         return step
 
-    def note(self, steps: Sequence[Step]) -> None:
-        """Take note of a minibatch's ``Step`` of each model that had one, once: adapt the loss scale, which
-        the models share, and count. ``MAX_BAD_STEPS`` minibatches in a row with a step that was not finite
-        end the run (SystemExit). One does not count if the loss scale of fp16 was too large for it and could
-        be lowered."""
+    def after_minibatch(self, steps: Sequence[Step]) -> None:
+        """To be called once with a minibatch's ``Step`` of each model that had one: adapt the loss scale,
+        which the models share, and count. ``MAX_BAD_STEPS`` minibatches in a row with a step that was not
+        finite end the run (SystemExit). One does not count if the loss scale of fp16 was too large for it and
+        could be lowered."""
         progress = self.progress
         bad = sum(not step.finite for step in steps)
         # The loss is computed without the scale: if it is not finite, a lower scale does not help.

@@ -21,8 +21,7 @@ import transformers
 from filelock import FileLock, Timeout
 
 from atomic_files import write_whole, writing
-from errors import InputError
-from model.loading import as_input_error
+from errors import InputError, as_input_error
 from trainer.compute.kernels import kernels_of
 from trainer.runs import checkpoints
 from trainer.runs.base import ROOT, Run, quoted
@@ -71,7 +70,7 @@ class RunFolder:
         named = bool(run_name or resume)
         with writing(f"--out_dir {out_dir}"):
             while True:
-                self.path, found = choose(Path(out_dir), run_name, resume, kind)
+                self.path, saved = choose(Path(out_dir), run_name, resume, kind)
                 for output in outputs:
                     held = output / "config.json"
                     of_run = held.is_file() and '"run_id"' in held.read_text("utf-8")
@@ -91,8 +90,8 @@ class RunFolder:
             self._held = lock(self.path)  # until this process ends or dies
             (self.path / OWNER).write_text(f"process {os.getpid()} on {platform.node()}", "utf-8")
         check_free(self.path, run_name, resume)
-        self.checkpoint, self.notes = checkpoints.newest_intact(found)
-        if resume and not found:
+        self.checkpoint, self.notes = checkpoints.newest_intact(saved)
+        if resume and not saved:
             self.notes.append(f"note: --resume: no checkpoint in {self.path}, so it begins at step 1")
 
     def write_config(self) -> None:
@@ -143,8 +142,8 @@ def choose(out_dir: Path, run_name: str, resume: str, kind: str) -> tuple[Path, 
     names). InputError if --resume names a folder that holds no run."""
     path = Path(resume).resolve()
     if resume in ("", "auto"):
-        found = [path.name.removeprefix(f"{kind}_") for path in out_dir.glob(f"{kind}_*")]
-        newest = max((int(number) for number in found if number.isdecimal()), default=0)
+        names = [path.name.removeprefix(f"{kind}_") for path in out_dir.glob(f"{kind}_*")]
+        newest = max((int(number) for number in names if number.isdecimal()), default=0)
         number = newest if resume and newest else newest + 1
         path = out_dir / (run_name or f"{kind}_{number}")
     elif path in checkpoints.list_checkpoints(path.parent.parent):
@@ -165,7 +164,7 @@ def check_resume(run: Run, fingerprints: Config | None = None) -> None:
     read (``Run.text_fingerprints``). ``write_config`` compares all."""
     args = run.args
     with writing(f"--out_dir {args.out_dir}"):
-        folder, found = choose(Path(args.out_dir), args.run_name, args.resume, run.display.folder)
+        folder, saved = choose(Path(args.out_dir), args.run_name, args.resume, run.display.folder)
         if (folder / LOCK).exists():
             lock(folder).release()
     check_free(folder, args.run_name, args.resume)
@@ -175,9 +174,9 @@ def check_resume(run: Run, fingerprints: Config | None = None) -> None:
         "processes": run.world.size,
         "fingerprints": fingerprints or {},
     }
-    if found or (folder / "config.json").exists():
+    if saved or (folder / "config.json").exists():
         old, _ = compare_with_config(folder, known, args.declared)
-        if old.get("saved") and not found:
+        if old.get("saved") and not saved:
             raise InputError(
                 f"--resume: {folder} has lost its checkpoints, and to begin again would erase its logs; give "
                 "another --run_name, or remove the folder"
