@@ -5,6 +5,7 @@ from functools import partial
 from benchmarks.one_step import take_step  # noqa: F401  (for tests, which import it from here)
 from trainer import advantages, train_ppo
 from trainer.runs.metrics import Seconds
+from trainer.runs.optimizer_step import GradientSource
 
 
 def collected(run, step, records):
@@ -40,7 +41,9 @@ def add_gradients(run, name, minibatch, tokens, number=0):
         "critic": partial(train_ppo.critic_loss, args, models, whole),
         "actor": partial(train_ppo.actor_loss, args, models, run.kl.coef, whole),
     }
-    sources = [(minibatch.layout.lengths, loss[name])]
+    scorer = models.value_scorer if name == "critic" else models.actor_scorer
+    beginnings = scorer.beginnings(minibatch.layout)
+    sources = [GradientSource(minibatch.layout.lengths, loss[name], beginnings)]
     if name == "actor":
         sources += filter(None, (option.further_loss(number) for option in run.options))
     return run.updater.gradients(sources, args.accumulation_steps)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import PYTHON, ROOT, word_tokenizer
+from tiny import PYTHON, ROOT, WORDS, save_policy_dir, word_tokenizer
 
 from dataset.formats import Keys
 from dataset.lm_dataset import RLAIFDataset
@@ -165,6 +165,20 @@ def test_a_real_model_beside_generate(benchmark, tmp_path):
     weights = generation.weights_per_token(model)
     layers = model.config.num_hidden_layers
     assert counted == 2 * (weights * tokens + head * 6) + 4 * layers * width * pairs
+
+
+def test_prompts_computed_once_beside_whole_sequences(benchmark, monkeypatch, tmp_path):
+    module = benchmark("shared_prompts")
+    monkeypatch.setattr(module, "ANSWER", 3)
+    path = save_policy_dir(tmp_path, word_tokenizer(WORDS))
+    case = {"prompt tokens": 5, "prompts x answers": "2 x 2"}
+    case |= {name: module.measure(path, 2, 2, 5, name == "shared") for name in ("shared", "plain")}
+    (row,) = module.rows([case])
+    assert row["tokens"] == "22 / 32 = 1 / 1.45"
+    assert set(row) == {*case, "tokens", "score s", "score GiB", "update s", "update GiB"} - {
+        "shared",
+        "plain",
+    }
 
 
 def test_what_decoding_and_a_step_without_a_critic_need_by_hand(benchmark):

@@ -143,6 +143,36 @@ def test_padding_changes_no_gradient(files):
     assert furthest(plain, gradients(run, garbage)[0]) < 1e-6
 
 
+def test_micro_batches_and_prompts_computed_once_change_no_gradient(files):
+    """Of actor and critic. What is computed is counted, and so it is with --accumulation_steps."""
+    run, prompts = make_run(files, num_generations=4, mini_batch_size=16, ppo_epochs=1)
+    batch, _ = filled_rollout(run, prompts)
+    backbones = [run.models.actor.base_model, run.models.critic.backbone]
+    computed, results = [], []
+    for backbone in backbones:
+        table = backbone.get_input_embeddings()
+        table.register_forward_hook(lambda *given: computed[-1].append(given[1][0].numel()))
+    for budget, pieces, shares in ((4096, 1, True), (4096, 3, True), (30, 1, True), (4096, 1, False)):
+        run.progress.token_budget = budget
+        run.args = run.args.completed(accumulation_steps=pieces)
+        for backbone in backbones:
+            backbone.shares_beginnings = shares
+        computed.append([])
+        results.append(gradients(run, batch)[0])
+        assert furthest(results[0], results[-1]) < 1e-6
+    once = sum(map(len, {tuple(x.prompt_ids) for x in batch.prompts})) + int(batch.response_len.sum())
+    assert computed[0] == [once, once]
+    assert len(computed[1]) >= 6 and max(computed[1]) <= once / 3 + 1
+    assert max(computed[2]) <= 30 and len(computed[2]) > len(computed[1])
+    assert computed[3] == [sum(batch.layout.lengths)] * 2
+    run.progress.token_budget = 30
+    for backbone in backbones:
+        backbone.shares_beginnings = True
+    computed.append([])
+    update(run, 0, batch, Metrics())
+    assert sorted(computed[4]) == sorted(computed[2])
+
+
 def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
     kept, results = [], []
     for flag in (0, 1):

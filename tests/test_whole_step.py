@@ -86,7 +86,7 @@ CASES = {
     ),
     "GSPO, four answers": options(
         "kl_in loss policy_loss gspo clip_epsilon 0.05 clip_epsilon_high 0.1 num_generations 4 "
-        "replay_batches 1"
+        "replay_batches 1 mini_batch_size 8 cliprange_value 0.2"
     ),
     SINGLE: NO_CRITIC
     | options(
@@ -619,6 +619,14 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
     if case not in (SPARING, SINGLE):
         monkeypatch.setattr(Models, "sampler_has_scored", lambda models, step: False)
     run, prompts, plain = start(files, **CASES[case])
+    once = dict.fromkeys(run.train_states, 0)  # updates in which a prompt is computed once for several answers
+    scorers = {"actor": run.models.actor_scorer, "critic": run.models.value_scorer}
+    for name in once:
+
+        def note(scorer, given, name=name):
+            once[name] += torch.is_grad_enabled() and given[1].key_index is not None
+
+        scorers[name].register_forward_pre_hook(note)
     size, lines = run.args.batch_size, []
     for step in range(STEPS):
         count = size // run.args.num_generations
@@ -656,6 +664,7 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
             assert largest < 3e-4 and typical < 2e-6, f"{name} in step {step}"
         lines.append(metrics)
     check_that_all_was_in_use(plain, lines)
+    assert all(count > 0 for count in once.values()) == (case in ("RLOO", "GSPO, four answers"))
 
 
 def check_that_all_was_in_use(plain, lines):

@@ -39,7 +39,7 @@ from trainer.runs.base import Run, repeats_note
 from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Loss, Metrics
-from trainer.runs.optimizer_step import Progress, TrainState, Updater, make_optimizer
+from trainer.runs.optimizer_step import GradientSource, Progress, TrainState, Updater, make_optimizer
 from trainer.runs.resume import check_resume
 from trainer.session import Session
 
@@ -228,7 +228,7 @@ def learn(run: SupervisedRun, step: int, items: Items) -> dict[str, float]:
     ).tolist()
 
     train_state = run.train_states["model"]
-    source = (lengths, lambda rows: run.loss([items[i] for i in rows], totals))
+    source = GradientSource(lengths, lambda rows: run.loss([items[i] for i in rows], totals))
     means = run.updater.gradients([source]).means(world)
     taken = run.updater.step("model", means["train/loss"], step)
     run.updater.after_minibatch([taken])

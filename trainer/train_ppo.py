@@ -419,7 +419,7 @@ def critic_loss(args: Namespace, models: Models, minibatch: Minibatch, rows: lis
     """A micro-batch's share of the minibatch's value loss -> (loss, Metrics). ``--vf_coef`` matters only
     where --grad_clip binds: AdamW divides the scale of a gradient out again."""
     assert models.critic and models.value_scorer
-    mb = minibatch.batch.rows(rows)
+    mb = minibatch.batch.rows(rows, models.value_scorer.shares_prompts)
     metrics = Metrics()
     # aux_loss: the load-balancing loss of experts, 0 for other models
     values, aux_loss = models.value_scorer(mb.tokens, mb.layout)
@@ -445,7 +445,7 @@ def actor_loss(
     --kl_in reward the advantages have the KL of before the updates (``reward_tokens``), and ``policy_loss``
     takes off what the updates have added to the KL since.
     """
-    mb = minibatch.batch.rows(rows)
+    mb = minibatch.batch.rows(rows, models.actor_scorer.shares_prompts)
     metrics = Metrics()
     logprobs, entropy, aux_loss = models.actor_scorer(mb.tokens, mb.layout, args.temperature)
     mask = mb.action_mask
@@ -480,8 +480,11 @@ def train_critic(
     args: Namespace, models: Models, updater: Updater, minibatch: Minibatch, metrics: Metrics
 ) -> Step:
     """An optimizer step of the critic: backward, sum over processes, clip, step."""
+    assert models.value_scorer
+    layout = minibatch.batch.layout
     loss_of = partial(critic_loss, args, models, minibatch)
-    measured = updater.gradients([(minibatch.batch.layout.lengths, loss_of)], args.accumulation_steps)
+    source = GradientSource(layout.lengths, loss_of, models.value_scorer.beginnings(layout))
+    measured = updater.gradients([source], args.accumulation_steps)
     metrics.merge(measured)
     [total_loss] = measured.sums(["value/loss"], updater.world)
     return take_step(updater, "critic", "value", total_loss, minibatch.number, metrics)
@@ -497,8 +500,9 @@ def train_actor(
     options: list[Option],
 ) -> Step | None:
     """An optimizer step of the actor. None, without a step, where ``--target_kl`` stops the actor."""
+    layout = minibatch.batch.layout
     loss_of = partial(actor_loss, args, models, kl_coef, minibatch)
-    sources: list[GradientSource] = [(minibatch.batch.layout.lengths, loss_of)]
+    sources = [GradientSource(layout.lengths, loss_of, models.actor_scorer.beginnings(layout))]
     sources += filter(None, (option.further_loss(minibatch.number) for option in options))
     measured = updater.gradients(sources, args.accumulation_steps)
     metrics.merge(measured)

@@ -20,13 +20,16 @@ def by_definition(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=
     """``varlen_attn`` of torch 2.11, sequence by sequence, with grouped heads as its kernel takes them."""
     assert query.dtype == key.dtype == value.dtype
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert max_q == max_k == cu_seq_q.diff().max()
+    assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
     assert type(window_size) is tuple and window_size[1] == 0
     parts = []
-    for start, end in pairwise(cu_seq_q.tolist()):
+    bounds = (pairwise(x.tolist()) for x in (cu_seq_q, cu_seq_k))
+    for (start, end), of_keys in zip(*bounds, strict=True):
         wide = torch.promote_types(query.dtype, torch.float32)
-        q, k, v = (x[start:end].transpose(0, 1).to(wide) for x in (query, key, value))
-        behind = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        rows = query[start:end], key[slice(*of_keys)], value[slice(*of_keys)]
+        q, k, v = (x.transpose(0, 1).to(wide) for x in rows)
+        keys = k.shape[1]  # the last query sees the last of them
+        behind = torch.arange(keys - (end - start), keys)[:, None] - torch.arange(keys)
         seen = (behind >= 0) & ((window_size[0] < 0) | (behind <= window_size[0]))
         parts.append(by_products(q, k, v, seen, scale).transpose(0, 1))
     return torch.cat(parts).to(query.dtype)
@@ -64,15 +67,31 @@ def here(monkeypatch):
 @pytest.mark.parametrize("kind", ["compiled", "compiled in bf16", "padded", "flash", "flash of torch 2.13"])
 @pytest.mark.parametrize("window", [None, 1, 4, 20, 99])
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(6, 2, 6), (3, 3, 16), (4, 1, 34)])
-def test_packed_sequences_attend_as_each_does_alone_in_fp64(heads, groups, dim, window, kind, monkeypatch):
-    """Flash attention in fp64 too, which no real kernel takes: rounding can hide no wrong place."""
+@pytest.mark.parametrize(
+    "beginnings", [(), [(5, 13), (4, 0), (3, 2), (0, 0), (5, 13), (3, 2), (5, 13)]], ids=len
+)
+def test_packed_sequences_attend_as_each_does_alone_in_fp64(
+    beginnings, heads, groups, dim, window, kind, monkeypatch
+):
+    """Flash attention in fp64 too, which no real kernel takes: rounding can hide no wrong place. With equal
+    beginnings computed once, the gradient of one is the sum over its sequences."""
     compiled = "compiled" in kind
     if compiled and cpu.library() is None:
         pytest.skip("no C compiler here")
-    lengths, calls = [37, 16, 5, 1, 64], []
-    packing = Layout(lengths)
-    rows = [torch.randn(1, sum(lengths), n, dim) for n in (heads, groups, groups)]
-    angle = torch.randn(1, sum(lengths), 1, dim // 2)
+    lengths, calls = [37, 16, 5, 1, 64, 3, 14], []
+    packing = Layout(lengths, beginnings=beginnings)
+    count = len(packing.row)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    computed = [*zip(packing.row.tolist(), packing.position.tolist(), strict=True)]
+    group, common = zip(*(beginnings or [(row, 0) for row in range(7)]), strict=True)
+    all_tokens = [  # of the sequences, one by one: their places among those that are computed
+        computed.index((group.index(group[row]) if column < common[row] else row, column))
+        for row, length in enumerate(lengths)
+        for column in range(length)
+    ]
+    assert count == sum(lengths) - bool(beginnings) * (2 * 13 + 2)
+    rows = [torch.randn(1, count, n, dim) for n in (heads, groups, groups)]
+    angle = torch.randn(1, count, 1, dim // 2)
     turns = [torch.cat((x, x), -1) for x in (angle.cos(), angle.sin())]
     kernel = with_gqa if "2.13" in kind else by_definition
 
@@ -90,9 +109,11 @@ def test_packed_sequences_attend_as_each_does_alone_in_fp64(heads, groups, dim, 
         return *(fused_layers._rotate(x, cos, sin) for x in rows[:2]), rows[2]
 
     def wanted(*rows):
-        rows, starts = [x[0].transpose(0, 1) for x in rotated(*rows)], packing.cu_seqlens.int()
+        rows = [x[0].transpose(0, 1)[all_tokens] for x in rotated(*rows)]
         seen = ((window or 0) - 1, 0)
-        return by_definition(*rows, starts, starts, 64, 64, scale=0.4, window_size=seen)[None]
+        bounds = starts.int()
+        out = by_definition(*rows, bounds, bounds, 64, 64, scale=0.4, window_size=seen)
+        return out[starts[packing.row] + packing.position][None]
 
     def ours(*rows):
         if compiled:
@@ -105,7 +126,9 @@ def test_packed_sequences_attend_as_each_does_alone_in_fp64(heads, groups, dim, 
     results, upstream = [], torch.randn(rows[0].shape)
     for function, kind_ in ((wanted, torch.float64), (ours, dtype)):
         leaves = [x.to(kind_, copy=True).requires_grad_() for x in rows]
-        out = function(*leaves)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a trial of flash attention that fails
+            out = function(*leaves)
         nodes = [out.grad_fn]
         for node in nodes:
             nodes += [other for other, _ in node.next_functions if other]
@@ -160,6 +183,38 @@ def test_a_kernel_that_does_not_work_is_named_once_and_never_used(here, monkeypa
     attention._flash_works.cache_clear()
     monkeypatch.setattr(attention, "FLASH_DEVICE", "cuda")
     assert not used(by_definition, *rows)
+
+
+def test_a_kernel_that_cannot_share_keys_computes_whole_sequences_only(here, monkeypatch):
+    called = []
+
+    def kernel(query, key, value, cu_seq_q, cu_seq_k, *more, **others):
+        called.append(1)
+        out = by_definition(query, key, value, cu_seq_q, cu_seq_k, *more, **others)
+        return out if cu_seq_q.equal(cu_seq_k) else 0.5 * out
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    for beginnings, works in (([(0, 5), (0, 5)], False), ((), True)):
+        packing = Layout([7, 8], beginnings=beginnings)
+        rows = [torch.randn(2, len(packing.row), 8).bfloat16()[None] for _ in range(3)]
+        found = []
+        for _ in range(2):
+            called.clear()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                out, _ = attention.attention(None, *rows, None, packing=packing, scaling=0.3)
+            found.append((bool(called), len(caught)))
+        assert found == [(True, not works), (works, 0)]
+        plain = attention._padded_attention(*(x[0].transpose(0, 1) for x in rows), packing, None, 0.3)
+        assert (out[0] - plain).abs().max() < 0.03
+
+
+def test_the_gradient_of_a_key_that_many_see_is_a_sum_in_fp32():
+    """In bf16 the sum would stay at 256."""
+    x = torch.ones(2, 1, 4).bfloat16().requires_grad_()
+    attention._at(x, torch.zeros(1000, dtype=torch.int64)).sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+    assert x.grad[:, 0].tolist() == [[1000] * 4, [0] * 4]
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

@@ -16,7 +16,7 @@ from trainer.compute.precision import LossScale
 from trainer.compute.scoring import PolicyScorer, ValueScorer, load_balance_loss, prepare_training
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import Progress, Updater
+from trainer.runs.optimizer_step import GradientSource, Progress, Updater
 
 
 def make_rollout(count=7, seed=0):
@@ -61,7 +61,7 @@ def test_no_accumulation_step_holds_more_than_its_share_of_the_tokens(pieces):
         cuts.append(sum(lengths[row] for row in rows))
         return torch.zeros((), requires_grad=True), Metrics()
 
-    updater.gradients([(lengths, loss_of)], pieces)
+    updater.gradients([GradientSource(lengths, loss_of)], pieces)
     assert max(cuts) <= 1000 / pieces
     assert len(cuts) == 1 if pieces == 1 else len(cuts) >= pieces
 
@@ -82,20 +82,23 @@ def no_waits(monkeypatch):
 
 @pytest.mark.parametrize("kl_in_reward", [0.0, 0.1])
 def test_a_micro_batch_never_waits_for_a_gpu(kl_in_reward, monkeypatch):
-    """Rows, forward, losses and backward of policy and critic, and their metrics, once the lengths are known
-    on the host. (The compiled kernels of CPUs are not looked into.)"""
+    """Rows, forward, losses and backward of policy and critic, and their metrics, once lengths and prompts
+    are known on the host. (The compiled kernels of CPUs are not looked into.)"""
     policy = tiny_llama(20, layers=2, spread=2.0).requires_grad_(True)
     critic = CriticModel.from_model(policy)
     for backbone in (policy.base_model, critic.backbone):
         prepare_training(backbone, 0)
     scorer, value_scorer = PolicyScorer(policy, learn_entropy=True), ValueScorer(critic)
     metrics, rollout = Metrics(), make_rollout()
+    rollout.prompt_len[[1, 3]] = 2
+    rollout.tokens[1, :2] = rollout.tokens[3, :2]  # their prompts are equal
     rollout.loss_mask = rollout.action_mask
     rollout.layout  # noqa: B018
     gates = torch.randn(9, 4), torch.randn(9, 4)
     experts = Layout([4, 5])
     with no_waits(monkeypatch):
-        mb = rollout.rows([3, 1, 5])
+        mb = rollout.rows([3, 1, 5], scorer.shares_prompts)
+        assert mb.layout.key_index is not None
         count = mb.response_len.sum()
         logprobs, entropy, _ = scorer(mb.tokens, mb.layout, 0.7)
         balance = load_balance_loss(gates, experts, 2)

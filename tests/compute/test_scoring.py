@@ -64,7 +64,7 @@ class Numbers(scoring.Scorer):
     name = "numbers"
 
     def __init__(self, of_rows):
-        super().__init__(model=None)
+        super().__init__(model=SimpleNamespace(base_model=None))
         self.of_rows = of_rows
 
     def forward(self, rows, layout, factor=1.0):
@@ -76,8 +76,8 @@ def test_micro_batches_are_padded_on_the_right_and_come_back_in_row_order(monkey
     monkeypatch.setattr(scoring, "tokens_per_forward", lambda device: 4)  # each sequence on its own
     lengths = [4, 2, 3]
     rollout = SimpleNamespace(sampler_logprobs=torch.zeros(3, 4), tokens=torch.zeros(3, 4))
-    rollout.rows = lambda rows: SimpleNamespace(tokens=rows, layout=None)
-    rollout.layout = SimpleNamespace(lengths=lengths)
+    rollout.rows = lambda rows, shared: SimpleNamespace(tokens=rows, layout=None)
+    rollout.layout = SimpleNamespace(lengths=lengths, prompt=[0, 1, 2])
     scorer = Numbers(lambda rows: torch.full((len(rows), lengths[rows[0]]), rows[0] + 1.0))
     found, doubled = scoring.score_all(rollout, scorer, factor=2.0)
     assert found.tolist() == [[1, 1, 1, 1], [2, 2, 0, 0], [3, 3, 3, 0]]

@@ -33,8 +33,10 @@ def precision():
 
 
 def prepared(model, device="cuda", dtype=torch.float32, checkpointing=0, lora_r=0):
-    """-> (a rollout of the model where it was, the model and its scorer, a critic and its scorer)"""
-    rollout = Sampler(model).sample(PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
+    """-> (a rollout of the model where it was, with two answers to a prompt, the model and its scorer, a
+    critic and its scorer)"""
+    prompts = [prompt for prompt in PROMPTS[:12] for _ in range(2)]
+    rollout = Sampler(model).sample(prompts, noise_keys(1, 2, range(24)), [0], 10, 1.0)
     critic = CriticModel.from_model(model).eval()
     generator = torch.Generator().manual_seed(0)
     head = critic.value_head.weight.data
@@ -52,10 +54,13 @@ def prepared(model, device="cuda", dtype=torch.float32, checkpointing=0, lora_r=
     return rollout, (model, PolicyScorer(model, dtype)), (critic, ValueScorer(critic, dtype))
 
 
-def scored(model, device, *more, **others):
-    """-> {name: tensor on the CPU}: what one micro-batch gives, and every gradient"""
+def scored(model, device, *more, shared=False, **others):
+    """-> {name: tensor on the CPU}: what one micro-batch gives, and every gradient. shared: whether equal
+    prompts are computed once"""
     rollout, (model, policy), (critic, value) = prepared(model, device, *more, **others)
-    layout = Layout.of_responses(rollout.layout.prompt_len, rollout.layout.response_len, device)
+    there = rollout.layout
+    assert len({*there.prompt}) == 12
+    layout = Layout.of_responses(there.prompt_len, there.response_len, device, there.prompt, shared)
     parts = rollout.tokens.to(device), layout
     logprobs, entropy, balance = policy(*parts, 0.9)
     (logprobs.sin().sum() + balance).backward()
@@ -87,14 +92,18 @@ PARTS += [("Qwen3", {"checkpointing": 1}), ("MiniMind 3 MoE", {"checkpointing": 
 
 @pytest.mark.parametrize(("name", "more"), PARTS, ids=str)
 def test_scores_and_gradients_are_the_cpus(name, more):
-    gap, where = worst_gap(scored(made(name), "cpu", **more), scored(made(name), "cuda", **more))
-    assert gap < 2e-3, where
+    here = scored(made(name), "cpu", **more)
+    for shared in (False, True):
+        gap, where = worst_gap(here, scored(made(name), "cuda", shared=shared, **more))
+        assert gap < 2e-3, (shared, where)
+        if name in MOE:
+            break
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", [*MODELS, "wide"])
 def test_in_half_precision_gradients_point_where_those_of_fp32_do(name, dtype):
-    here, there = scored(made(name), "cpu"), scored(made(name), "cuda", dtype)
+    here, there = scored(made(name), "cpu"), scored(made(name), "cuda", dtype, shared=True)
     assert likeness(here, there) > 0.99
     assert name == "wide" or (here["logprobs"] - there["logprobs"]).abs().max() < 0.2
 
@@ -147,7 +156,7 @@ def test_a_micro_batch_hardly_waits_for_the_gpu():
     for scorer, more in ((policy, [1.0]), (value, [])):
         for turn in range(2):  # the first may set something up
             with on_gpu.waits() as found:
-                some = rollout.rows(range(8 * turn, 8 * turn + 8))
+                some = rollout.rows(range(8 * turn, 8 * turn + 8), scorer.shares_prompts)
                 scorer(some.tokens, some.layout, *more)[0].sum().backward()
         assert len(found) <= 2, (scorer, [str(w.message) for w in found])
 

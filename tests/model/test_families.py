@@ -11,7 +11,7 @@ from tiny import ROOT, WORDS, read_jsonl, refused, train, word_tokenizer, write_
 from model.loading import eos_ids, load_policy, load_tokenizer, quiet, tokenizer_source
 from model.model_minimind import MiniMindConfig
 from model.saving import kept_update
-from trainer.compute.scoring import pack_sequences
+from trainer.compute.scoring import pack_sequences, shares_beginnings
 
 VOCAB = len(WORDS) + 2  # of tiny.word_tokenizer
 IDS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 0}
@@ -166,6 +166,8 @@ def test_family(family, tmp_path):
     gap = max(row.get("rollout/sampler_gap", 0.0) for row in read_jsonl(run / "metrics.jsonl") if row["step"])
     assert gap < 1e-5
     assert pack_sequences(trained.base_model) == (family not in PADDED)
+    whole = "MoE" in family or family == "Mixtral"  # of experts
+    assert shares_beginnings(trained.base_model) == (family not in PADDED and not whole)
     fused = any("forward" in vars(module) for module in trained.base_model.modules())
     assert fused == family.startswith(("Llama", "Qwen", "MiniMind"))
 

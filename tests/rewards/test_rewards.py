@@ -374,6 +374,10 @@ def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkey
     if not encoder:
         model.max_length = 8
     conversations = [("one", "two </s>"), ("one two", "three"), ("one two", "five four " * 9 + "three")]
+    conversations += [("one two", "four"), ("one", "four five </s>"), ("one", "two </s>")]
+    computed = []
+    table = model.model.get_input_embeddings()
+    table.register_forward_hook(lambda module, given, out: computed.append(given[0].numel()))
     found = model(conversations).tolist()
     peer = T.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     for pair, score in zip(conversations, found, strict=True):
@@ -386,6 +390,13 @@ def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkey
             alone = peer(**cut).logits.item()
         assert score == pytest.approx(alone - (0.0 if encoder else 5.0), abs=1e-5)
     assert max(found) - min(found) > 1e-3
+    if kind == "packed":  # what the texts of a prompt begin with is computed once
+        lengths = [min(len(x), 8) for x in conversation_ids(model.tokenizer, conversations)]
+        assert computed == [sum(lengths) - 2 * 4]  # "user one </s> assistant"
+        fits = sum(lengths) - 2 * 4 + 2  # with the memory of the keys
+        monkeypatch.setattr("trainer.rewards.reward_models.tokens_per_forward", lambda device: fits)
+        assert model(conversations).tolist() == found
+        assert len(computed) == 2
 
 
 def test_without_a_chat_template_a_model_reads_what_it_was_trained_on(tmp_path):

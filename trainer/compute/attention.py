@@ -4,9 +4,11 @@ transformers passes the queries, keys and values of every layer to the function 
 the model's attention implementation. Ours handles two layouts that plain attention does not:
 
 - packed: sequences one behind the other in one row, so that the rest of the model computes real tokens only
-  (``Layout.cu_seqlens`` in batching.py: where each sequence begins, and where the last one ends). On a CPU
-  ``rotated_attention``, which is compiled, computes them as they lie, on a GPU ``_flash_attention`` does.
-  Where these cannot run, the sequences are padded to a batch, for attention alone;
+  (``Layout.cu_seqlens`` in batching.py: where each sequence begins, and where the last one ends). A prompt
+  with several answers is there once. Each answer is a segment of its own then, with more keys than queries:
+  it sees the prompt's too (``Layout.key_index``). On a CPU ``rotated_attention``, which is compiled, computes
+  segments as they lie, on a GPU ``_flash_attention`` does. Where these cannot run, the segments are padded to
+  batches, for attention alone;
 - decode: one query a row, over a preallocated cache (generation/kv_cache.py).
 
 Attention that is not compiled (other families, long sequences, no compiler) runs torch's fused kernel.
@@ -32,7 +34,8 @@ ATTENTION = "small_lm"
 MAX_COMPILED_SIZE = 1 << 16
 LARGEST_VECTOR = 16  # numbers; compiled attention fills head_dim up to whole vectors
 FLASH_DEVICE = "cuda"
-TRIED_LENGTHS = [9, 1, 6]  # of the sequences with which flash attention is tried
+TRIED_LENGTHS = [9, 1, 6, 8]  # of the sequences with which flash attention is tried
+TRIED_BEGINNINGS = [(0, 4), (1, 0), (2, 0), (0, 4)]
 
 
 def attention(
@@ -52,7 +55,8 @@ def attention(
     if packing is not None:
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # x[0]'s gradient is a copy
         shapes = q.shape[1:], k.shape[1:], v.shape[1:]
-        flash = _flash_works(q.device, compute_dtype(q), shapes, bool(window))
+        shared = packing.key_index is not None
+        flash = _flash_works(q.device, compute_dtype(q), shapes, bool(window), shared)
         out = (_flash_attention if flash else _padded_attention)(q, k, v, packing, window, scaling)
         return out[None], None
     if attention_mask is None and query.shape[2] == key.shape[2]:
@@ -62,14 +66,15 @@ def attention(
     return out.to(query.dtype), None
 
 
-def _causal_attention(query, key, value, window, scaling):
+def _causal_attention(query, key, value, window, scaling, position=None):
     """Attention where each token sees itself and earlier ones, within the sliding window if there is one
-    -> [B, T, heads, dim]."""
+    -> [B, T, heads, dim]. position [B, T]: of the queries among the keys; None: both begin together."""
     length = query.shape[2]
     mask = None
-    if window and window < length:
-        position = torch.arange(length, device=query.device)
-        mask = ~hidden_places(position[:, None] - position, window)
+    if position is not None or (window and window < length):
+        keys = torch.arange(key.shape[2], device=query.device)
+        behind = keys[:, None] - keys if position is None else position[:, None, :, None] - keys
+        mask = ~hidden_places(behind, window or None)
     if not query.is_cpu:  # with ``enable_gqa`` a GPU may write all T x T scores to memory
         repeats = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(repeats, 1)
@@ -80,19 +85,39 @@ def _causal_attention(query, key, value, window, scaling):
 
 
 def _padded_attention(query, key, value, packing, window, scaling):
-    """Causal attention in each sequence of a packed row -> [N, heads, dim of values].
+    """Causal attention in each segment of a packed row -> [N, heads, dim of values].
 
     query [N, heads, dim], key and value [N, their own number of heads, their dim].
     """
-    count = len(packing.lengths)
-    index = packing.row * packing.longest + packing.position
+    found = []
+    for part in packing.padded:
+        rows = _causal_attention(
+            _pad(_at(query, part.tokens), part.segments, part.longest, part.places),
+            _pad(_at(key, part.keys), part.segments, part.longest_k, part.key_places),
+            _pad(_at(value, part.keys), part.segments, part.longest_k, part.key_places),
+            window,
+            scaling,
+            part.position,
+        )
+        found.append(rows.flatten(0, 1).index_select(0, part.places))
+    if packing.key_index is None:
+        return found[0]
+    out = torch.cat(found)
+    return torch.empty_like(out).index_copy_(0, torch.cat([part.tokens for part in packing.padded]), out)
 
-    def padded(x):  # [sequences, heads, longest, dim]
-        flat = x.new_zeros(count * packing.longest, *x.shape[1:]).index_copy_(0, index, x)
-        return flat.unflatten(0, (count, -1)).transpose(1, 2)
 
-    out = _causal_attention(padded(query), padded(key), padded(value), window, scaling)
-    return out.flatten(0, 1).index_select(0, index)
+def _pad(x, count, width, places):
+    """x [n, heads, dim] -> [count, heads, width, dim], with x at these places [n] of [count, width], flat"""
+    flat = x.new_zeros(count * width, *x.shape[1:]).index_copy_(0, places, x)
+    return flat.unflatten(0, (count, -1)).transpose(1, 2)
+
+
+def _at(x, index):
+    """x [N, heads, dim] -> what is at the places ``index`` [n]; None: all. The gradient of a key, which is a
+    sum over all segments that see it, is made in fp32."""
+    if index is None:
+        return x
+    return x.to(torch.promote_types(x.dtype, torch.float32)).index_select(0, index).to(x.dtype)
 
 
 def rotated_attention(
@@ -118,19 +143,26 @@ def rotated_attention(
 
     _, _, heads, dim = query.shape
     kv_heads = key.shape[2]
-    sizes = (len(packing.lengths), heads, kv_heads, dim, window or packing.longest, scaling)
+    sizes = (packing.segments, heads, kv_heads, dim, window or packing.longest, scaling)
+    index = packing.key_index
+    places = (packing.cu_seqlens, packing.cu_seqlens_k, index)
 
     def forward(query, key, value):
         out = torch.empty_like(query)
-        kernels.call("attention", *sizes, query, key, value, cos, sin, packing.cu_seqlens, out)
+        kernels.call("attention", *sizes, query, key, value, cos, sin, *places, out)
         return out, (query, key, value)
 
     def gradient(query, key, value, grad):
-        grads = [torch.empty_like(x) for x in (query, key, value)]
+        grad_query = torch.empty_like(query)
+        shape = key.shape if index is None else (1, len(index), kv_heads, dim)
+        dtype = key.dtype if index is None else torch.float32
+        grads = [torch.empty(shape, dtype=dtype) for _ in range(2)]
         kernels.call(
-            "attention_backward", *sizes, query, key, value, cos, sin, packing.cu_seqlens, grad, *grads
+            "attention_backward", *sizes, query, key, value, cos, sin, *places, grad, grad_query, *grads
         )
-        return grads
+        if index is not None:  # the sum over all segments that see a key
+            grads = [torch.zeros(key.shape).index_add_(1, index, x).to(key.dtype) for x in grads]
+        return grad_query, *grads
 
     return differentiable(forward, gradient, query, key, value)
 
@@ -143,26 +175,29 @@ def _flash_attention(query, key, value, packing, window, scaling):
 
     dtype = compute_dtype(query)
     cu_seqlens = packing.cu_seqlens.int()
-    longest = packing.longest
+    cu_seqlens_k = packing.cu_seqlens_k.int()
     back = (window or 0) - 1  # how many earlier tokens one sees, -1: all
     # torch 2.11 takes grouped heads as they are
     more: Any = {"enable_gqa": True} if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()) else {}
+    key = _at(key, packing.key_index)
+    value = _at(value, packing.key_index)
+    # With more keys than queries, the last query sees all of them.
     return varlen_attn(
-        query.to(dtype), key.to(dtype), value.to(dtype), cu_seqlens, cu_seqlens, longest, longest,
-        scale=scaling, window_size=(back, 0), **more,
+        query.to(dtype), key.to(dtype), value.to(dtype), cu_seqlens, cu_seqlens_k,
+        packing.longest_q, packing.longest, scale=scaling, window_size=(back, 0), **more,
     )  # fmt: skip
 
 
 @cache
-def _flash_works(device, dtype, shapes, windowed):
+def _flash_works(device, dtype, shapes, windowed, shared):
     """Whether flash attention runs here and gives the values and gradients of padded attention in fp32 for
     such heads; a warning says why it does not. It needs a GPU from Ampere (sm80) on, and fp16 or bf16. Tried
-    once for each kind of layer."""
+    once for each kind of layer, and once more where beginnings are shared."""
     if device.type != FLASH_DEVICE or dtype == torch.float32:
         return False
-    packing = Layout(TRIED_LENGTHS, device=device)
+    packing = Layout(TRIED_LENGTHS, device=device, beginnings=TRIED_BEGINNINGS if shared else ())
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randn((sum(TRIED_LENGTHS), *shape), generator=generator) for shape in shapes]
+    rows = [torch.randn((len(packing.row), *shape), generator=generator) for shape in shapes]
     query, key, value = rows = [x.to(device, dtype).requires_grad_() for x in rows]
     window = 3 if windowed else None
 

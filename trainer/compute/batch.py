@@ -94,18 +94,21 @@ class Batch:
 
     @cached_property
     def layout(self) -> Layout:
-        """The ``Layout`` of the sequences, the same for every forward over them. A GPU is waited for if the
-        batch was joined from several."""
+        """The ``Layout`` of the sequences. A GPU is waited for, but not for that of a batch of ``rows``."""
         prompt_len, response_len = torch.stack([self.prompt_len, self.response_len]).tolist()
-        return Layout.of_responses(prompt_len, response_len, self.tokens.device)
+        ids = zip(self.tokens.cpu().numpy(), prompt_len, strict=True)
+        number: dict[bytes, int] = {}  # of each prompt
+        prompt = [number.setdefault(row[:count].tobytes(), len(number)) for row, count in ids]
+        return Layout.of_responses(prompt_len, response_len, self.tokens.device, prompt)
 
-    def rows(self, rows: Sequence[int]) -> "Batch":
+    def rows(self, rows: Sequence[int], shared: bool = False) -> "Batch":
         """-> a batch of these rows only, cut to the longest of them, without raw scores and parts. Waits for
-        no GPU."""
+        no GPU. shared: whether its layout has equal prompts once (``Scorer.shares_prompts``)."""
         device = self.tokens.device
         prompt_len = [self.layout.prompt_len[row] for row in rows]
         response_len = [self.layout.response_len[row] for row in rows]
-        layout = Layout.of_responses(prompt_len, response_len, device)
+        prompt = [self.layout.prompt[row] for row in rows]
+        layout = Layout.of_responses(prompt_len, response_len, device, prompt, shared)
         index = send(torch.tensor(rows), device)
         picked: dict[str, Any] = {}
         for name, x in self.tensors().items():

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from errors import InputError
 from progress_bar import phase
-from trainer.compute.batching import halve, micro_batches
+from trainer.compute.batching import Beginnings, halve, micro_batches
 from trainer.compute.threads import least_of_groups
 
 # How torch, CUDA, Triton ("out of memory") and cuBLAS say that memory ran out
@@ -77,13 +77,14 @@ def each_micro_batch(
     work: Callable[[list[int]], object],
     name: str = "scoring",
     shard_group: Any = None,  # ``ShardGroup``, of sharding.py
+    beginnings: Beginnings = (),
 ) -> None:
     """Call ``work(rows)`` for every micro-batch of sequences of these lengths. A micro-batch for which memory
     runs out is halved, and both halves are done again. InputError if a single sequence does not fit.
 
     name: of the progress bar; shard_group: of a sharded model that ``work`` calls: then all processes must
     call this function, and ``work([])`` makes a pass of any sequence."""
-    waiting = micro_batches(lengths, token_budget)
+    waiting = micro_batches(lengths, token_budget, beginnings)
     if shard_group:
         waiting = shard_group.equal_passes(waiting)
     with phase(name, len(lengths), "sequences") as bar:

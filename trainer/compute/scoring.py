@@ -6,8 +6,10 @@ critic's backbone, and the value head turns it into a number (``CriticModel.read
 log-prob of token t comes from the policy's logits at the same position (``PolicyScorer``).
 
 Sequences go through a model packed: one behind the other in one row, without padding, each token with its
-position in its own sequence. Only attention (attention.py) has to know where a sequence ends. Logits are
-computed only where a response token is predicted, and never for a whole batch at a time (logprobs.py).
+position in its own sequence. Only attention (attention.py) has to know where a sequence ends. A prompt with
+several answers in a micro-batch goes through once for all of them (``Layout`` in batching.py), where the
+model can do that (``pack_sequences``). Logits are computed only where a response token is predicted, and
+never for a whole batch at a time (logprobs.py).
 """
 
 import warnings
@@ -25,7 +27,7 @@ from model.critic import CriticModel
 from model.loading import as_input_error, embeddings, is_moe, quiet
 from trainer.compute.attention import ATTENTION
 from trainer.compute.batch import Batch
-from trainer.compute.batching import Layout, pad_right, tokens_per_forward
+from trainer.compute.batching import Beginnings, Layout, pad_right, tokens_per_forward
 from trainer.compute.fused_layers import fuse_layers
 from trainer.compute.kernels import difference, few_layers
 from trainer.compute.logprobs import token_logprobs
@@ -59,18 +61,28 @@ def pack_sequences(backbone: Backbone) -> bool:
 
     Packed and padded states of its first layers (``few_layers``) are compared first. Where they differ, and
     where a model does not use the attention interface of transformers, the backbone stays as it was, and a
-    warning says so.
+    warning says so. Then states are compared with those of rows whose equal beginnings are computed once
+    (``shares_beginnings``).
     """
     config = backbone.config
     before = config._attn_implementation
     if before == ATTENTION:
         return True
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(embeddings(backbone), (3, 9), generator=generator).to(backbone.device)
-    layout = Layout([9, 8, 4], device=backbone.device)
+    tokens = torch.randint(embeddings(backbone), (4, 9), generator=generator).to(backbone.device)
+    tokens[1:3, :5] = tokens[0, :5]
+    lengths = [9, 8, 6, 9]
+    whole = Layout(lengths, device=backbone.device)
+    shared = Layout(lengths, device=backbone.device, beginnings=[(0, 5), (0, 5), (0, 5), (1, 0)])
 
     def states():
-        return packed_states(backbone, tokens, layout)[0]
+        return packed_states(backbone, tokens, whole)[0]
+
+    def states_of_shared():
+        return states()[whole.cu_seqlens[shared.row] + shared.position]
+
+    def shared_states():
+        return packed_states(backbone, tokens, shared)[0]
 
     def packed():
         with quiet():
@@ -85,11 +97,20 @@ def pack_sequences(backbone: Backbone) -> bool:
         warnings.warn(f"{type(backbone).__name__}: computed with padding, which is slower", stacklevel=2)
         return False
     fuse_layers(backbone, states)
+    with few_layers(backbone), short_windows(backbone):
+        differ = difference(states_of_shared, shared_states, backbone.device)
+    # Experts are balanced over whole sequences.
+    backbone.shares_beginnings = not differ and not is_moe(backbone)
     return True
 
 
+def shares_beginnings(backbone: Backbone) -> bool:
+    """Whether a backbone can compute equal beginnings of sequences once, as ``pack_sequences`` has found."""
+    return getattr(backbone, "shares_beginnings", False)
+
+
 def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Run a backbone on right-padded tokens [B, T] -> (the states [N, H] of the N real tokens, row by row;
+    """Run a backbone on right-padded tokens [B, T] -> (the states [N, H] of the N tokens of the layout;
     the aux_loss: the load-balancing loss of a mixture of experts, times the weight in its config, a sum over
     sequences and layers, 0 for other models)."""
     experts = is_moe(backbone)
@@ -168,6 +189,25 @@ class Scorer(nn.Module):
         self.model = model
         self.dtype = dtype
 
+    @property
+    def backbone(self) -> Backbone:
+        return self.model.base_model
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether equal prompts are to be computed once."""
+        return shares_beginnings(self.backbone)
+
+    def beginnings(self, layout: Layout) -> Beginnings:
+        """What is computed once of sequences of a ``Layout.of_responses``: their prompts. A warning says
+        where there are equal ones and the model cannot."""
+        if self.shares_prompts:
+            return list(zip(layout.prompt, layout.prompt_len, strict=True))
+        if len(set(layout.prompt)) < len(layout.prompt):
+            name = type(self.backbone).__name__
+            warnings.warn(f"{name}: a prompt is computed once for each answer, which is slower", stacklevel=2)
+        return ()
+
 
 class PolicyScorer(Scorer):
     """Computes the log-probs of given responses under a causal LM, in fp32. forbidden: the tokens that these
@@ -195,9 +235,9 @@ class PolicyScorer(Scorer):
         forbid = None
         if self.forbidden and layout.shape[1]:  # demonstrations may have these tokens
             forbid = self.forbidden.of(layout)
-        targets = tokens[layout.row, layout.position][layout.predicted_by + 1]
+        targets = tokens[layout.row, layout.position][layout.predicted]
         with autocast(tokens.device, self.dtype):
-            states, aux_loss = packed_states(self.model.base_model, tokens, layout)
+            states, aux_loss = packed_states(self.backbone, tokens, layout)
             states = states.index_select(0, layout.predicted_by)
             head = self.model.get_output_embeddings()
             logprobs, entropy = token_logprobs(head, states, targets, temperature, forbid, self.learn_entropy)
@@ -210,11 +250,15 @@ class ValueScorer(Scorer):
     name = "values"
     model: CriticModel
 
+    @property
+    def backbone(self) -> Backbone:
+        return self.model.backbone
+
     def forward(self, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """tokens [B, T], ``Layout.of_responses`` -> values [B, R] fp32, 0 on padding, aux_loss (of
         ``packed_states``)."""
         with autocast(tokens.device, self.dtype):
-            states, aux_loss = packed_states(self.model.backbone, tokens, layout)
+            states, aux_loss = packed_states(self.backbone, tokens, layout)
             values = self.model.read(states.index_select(0, layout.predicted_by))
             return layout.scatter(values), aux_loss
 
@@ -230,13 +274,14 @@ def score_all(batch: Batch, scorer: Scorer, token_budget: int = 0, **more: float
 
     def fill(index):
         rows = index or [0]  # of a pass of a sharded model for which no rows are left
-        part = batch.rows(rows)
+        part = batch.rows(rows, scorer.shares_prompts)
         *numbers, _ = scorer(part.tokens, part.layout, **more)
         padded = [F.pad(x, (0, width - x.shape[1])) for x in numbers]
         found.update(zip(rows, zip(*padded, strict=True), strict=True))
 
     budget = max(token_budget, tokens_per_forward(batch.tokens.device))
-    each_micro_batch(batch.layout.lengths, budget, fill, scorer.name, scorer.shard_group)
+    beginnings = scorer.beginnings(batch.layout)
+    each_micro_batch(batch.layout.lengths, budget, fill, scorer.name, scorer.shard_group, beginnings)
     in_order = [found[row] for row in range(len(found))]
     return [torch.stack(numbers) for numbers in zip(*in_order, strict=True)]
 

@@ -71,7 +71,7 @@ class Ptx(Option):
             loss = -logprobs.sum() / self.learned[number] + balance / self.size
             return self.coef * loss, metrics
 
-        return [len(ids) for ids, _ in items], loss_of
+        return GradientSource([len(ids) for ids, _ in items], loss_of)
 
 
 def load_demonstrations(

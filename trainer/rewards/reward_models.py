@@ -41,10 +41,10 @@ from model.loading import (
 )
 from model.weights import keep_in_half, make_score_heads, short_hash, weights_hash
 from trainer.compute.batch import length_mask
-from trainer.compute.batching import Layout, pad_right, tokens_per_forward
+from trainer.compute.batching import Beginnings, Layout, common_beginnings, pad_right, tokens_per_forward
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.precision import autocast
-from trainer.compute.scoring import pack_sequences, packed_states
+from trainer.compute.scoring import pack_sequences, packed_states, shares_beginnings
 from trainer.compute.sharding import ShardGroup
 
 Conversations = list[Exchange]  # pairs of a prompt, messages or text, and a response
@@ -129,12 +129,16 @@ class ClassifierRewardModel(RewardModel):
                 ids = types = conversation_ids(self.tokenizer, conversations, self.form)
             kept = len(bos_and_eos(self.tokenizer)[0])
             ids, types = ([x[:kept] + x[kept:][kept - self.max_length :] for x in y] for y in (ids, types))
+        beginnings: Beginnings = ()
+        if self.packs and shares_beginnings(self.model.base_model):
+            beginnings = common_beginnings(ids, [repr(asked) for asked, _ in conversations])
         scores = torch.empty(len(ids))
         budget = tokens_per_forward(self.model.device)
 
         def score_some(rows):
-            some = ([x[row] for row in rows] or [[0]] for x in (ids, types))
-            scores[rows] = self._score(*some).cpu()
+            some = [[x[row] for row in rows] or [[0]] for x in (ids, types)]
+            alike = [beginnings[row] for row in rows] if beginnings else []
+            scores[rows] = self._score(some[0], some[1], alike).cpu()
 
         each_micro_batch(
             lengths=[len(x) for x in ids],
@@ -143,13 +147,14 @@ class ClassifierRewardModel(RewardModel):
             work=score_some,
             name="reward model",
             shard_group=self.shard_group,
+            beginnings=beginnings,
         )
         return scores - self.offset
 
-    def _score(self, ids, types):
+    def _score(self, ids, types, beginnings):
         """Lists of ids and of token types -> their scores, fp32 on the device."""
         if self.packs:
-            return score_packed(self.model, ids, self.dtype)[0]
+            return score_packed(self.model, ids, self.dtype, beginnings)[0]
         tokens, lengths = pad_right(ids, self.model.device)
         real = length_mask(lengths, tokens.shape[1])
         tokens = tokens.masked_fill(~real, self.pad_id or 0)
@@ -160,23 +165,23 @@ class ClassifierRewardModel(RewardModel):
 
 
 def score_packed(
-    classifier: PreTrainedModel, conversations: list[list[int]], dtype: torch.dtype
+    classifier: PreTrainedModel,
+    conversations: list[list[int]],
+    dtype: torch.dtype,
+    beginnings: Beginnings = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lists of ids -> (scores [B] of a classifier with a linear head, in fp32 whatever the mixed precision;
     what ``packed_states`` gives: states, balance loss). dtype: of autocast.
 
     A score is read at a sequence's last token that is not the pad token, as in transformers. Models whose pad
     token is their EOS were trained that way as well."""
-    tokens, lengths = pad_right(conversations, classifier.device)
-    layout = Layout(map(len, conversations), device=tokens.device)
+    tokens, _ = pad_right(conversations, classifier.device)
+    layout = Layout(map(len, conversations), device=tokens.device, beginnings=beginnings)
     with autocast(tokens.device, dtype):
         states, balance = packed_states(classifier.base_model, tokens, layout)
-    counts = length_mask(lengths, tokens.shape[1])
     pad_id = classifier.config.pad_token_id
-    if pad_id is not None:
-        counts &= tokens != pad_id
-    last = (counts * torch.arange(tokens.shape[1], device=tokens.device)).argmax(1)
-    scores = classifier.get_submodule("score")(states[layout.cu_seqlens[:-1] + last])
+    last = [max((i for i, x in enumerate(ids) if x != pad_id), default=0) for ids in conversations]
+    scores = classifier.get_submodule("score")(states[layout.places(last)])
     return scores.squeeze(-1), states, balance
 
 

@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from model.weights import full_tensor, local_part, sharded_and_whole
-from trainer.compute.batching import micro_batches, tokens_per_micro_batch
+from trainer.compute.batching import Beginnings, micro_batches, tokens_per_micro_batch, tokens_saved
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.compute.precision import LossScale
 from trainer.compute.sharding import ShardGroup
@@ -31,8 +31,12 @@ MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not fi
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24, "mps": 1 << 24}
 
 
-# What a loss is of: the lengths of sequences in tokens, and ``loss_of(rows)`` -> (loss, ``Metrics``).
-GradientSource = tuple[list[int], Callable[[list[int]], Loss]]
+class GradientSource(NamedTuple):
+    """What a loss is of."""
+
+    lengths: list[int]  # of sequences, in tokens
+    loss_of: Callable[[list[int]], Loss]  # rows -> (loss, ``Metrics``)
+    beginnings: Beginnings = ()  # of the sequences, as far as they are computed once
 
 
 class Step(NamedTuple):
@@ -105,9 +109,10 @@ class Updater:
         all is computed again with half the tokens, which ``progress.token_budget`` keeps. Raises InputError
         where not even a single sequence fits.
         """
-        lengths = [length for lengths, _ in sources for length in lengths]
+        lengths = [length for source in sources for length in source.lengths]
+        saved = sum(tokens_saved(source.beginnings) for source in sources)
         longest = max(lengths)
-        wanted = tokens_per_micro_batch(self.progress.token_budget, lengths, pieces)
+        wanted = tokens_per_micro_batch(self.progress.token_budget, lengths, pieces, saved)
         budget = wanted
         while (sums := attempt(self.backward, sources, budget)[1]) is None:
             self.forget_gradients()
@@ -130,8 +135,8 @@ class Updater:
             (loss * self.loss_scale.value).backward()
             sums.merge(metrics)
 
-        for lengths, loss_of in sources:
-            batches = micro_batches(lengths, token_budget)
+        for lengths, loss_of, beginnings in sources:
+            batches = micro_batches(lengths, token_budget, beginnings)
             if self.shard_group:  # all processes have equally many sequences, so no pass is without
                 for rows in self.shard_group.equal_passes(batches):
                     self.shard_group.run(learn_from, loss_of, rows)

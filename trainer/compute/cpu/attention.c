@@ -199,41 +199,46 @@ void decode_attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t kv_heads, n_t
     }
 }
 
-/* Copy the keys or values of one sequence and kv head, x [tokens, kv_heads, dim], rotated if there is a cos: to
+/* Copy the keys or values of one segment and kv head, x [tokens, kv_heads, dim], rotated if there is a cos: to
  * rows [length, wide] and, if not NULL, to columns in blocks [wide, LANES]. The last block is filled up with
  * columns of 0, because they are computed too, and the stack may hold denormal numbers, which are a hundred
- * times as slow. */
-INLINE void lay_out(float *rows, float *columns, n_t wide, const void *x, int bf16, n_t first_token,
+ * times as slow. Key t lies at index[first + t], or at first + t if index is NULL. */
+INLINE void lay_out(float *rows, float *columns, n_t wide, const void *x, int bf16, const n_t *index, n_t first,
                     n_t length, n_t kv_heads, n_t kv_head, n_t dim, const float *cos, const float *sin) {
     if (columns && length) memset(columns + (padded(length) - LANES) * wide, 0, 4 * LANES * wide);
     for (n_t t = 0; t < length; t++) {
         float *row = rows + t * wide;
-        read_head(row, wide, x, bf16, ((first_token + t) * kv_heads + kv_head) * dim, dim);
+        n_t place = index ? index[first + t] : first + t;
+        read_head(row, wide, x, bf16, (place * kv_heads + kv_head) * dim, dim);
         if (cos) turn(row, dim, cos + t * wide, sin + t * wide, 1);
         for (n_t d = 0; columns && d < wide; d++)
             columns[t / LANES * LANES * wide + d * LANES + t % LANES] = row[d];
     }
 }
 
-/* Causal attention within each of n sequences, one behind the other -> out [tokens, heads, dim]. q [tokens,
- * heads, dim]; k and v [tokens, kv_heads, dim]; cos and sin [tokens, dim] rotate q and k. Sequence i has the
- * tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1. */
+/* Causal attention within each of n segments, one behind the other -> out [tokens, heads, dim]. q [tokens,
+ * heads, dim]; k and v [tokens, kv_heads, dim]; cos and sin [tokens, dim] rotate q and k. Segment i has the
+ * queries cu_seqlens[i] to cu_seqlens[i + 1] - 1, and the keys at the tokens index[cu_seqlens_k[i]] to
+ * index[cu_seqlens_k[i + 1] - 1], the last of which are those of its queries; if index is NULL, all are. */
 void attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t kv_heads, n_t dim, n_t window, float scale,
                const void *q, const void *k, const void *v, const void *cos, const void *sin,
-               const void *cu_seqlens, void *out) {
+               const void *cu_seqlens, const void *cu_seqlens_k, const void *index, void *out) {
     n_t shared = heads / kv_heads, wide = padded(dim);
     TASKS
     for (n_t task = 0; task < n * kv_heads; task++) {
-        n_t kv_head = task % kv_heads, start = ((const n_t *)cu_seqlens)[task / kv_heads];
-        n_t length = ((const n_t *)cu_seqlens)[task / kv_heads + 1] - start, room = padded(length);
+        n_t kv_head = task % kv_heads, key_start = ((const n_t *)cu_seqlens_k)[task / kv_heads];
+        n_t length = ((const n_t *)cu_seqlens_k)[task / kv_heads + 1] - key_start, room = padded(length);
+        /* The query of key t is token start + t; keys before the first one have none here. */
+        n_t start = ((const n_t *)cu_seqlens)[task / kv_heads + 1] - length;
+        n_t before = ((const n_t *)cu_seqlens)[task / kv_heads] - start;
         float c[room * wide], s[room * wide], keys[room * wide], columns[room * wide], values[room * wide];
         float query[4 * wide], p[4 * room], result[4 * wide];
-        lay_out(c, 0, wide, cos, is_bf16(bf16, 3), start, length, 1, 0, dim, 0, 0);
-        lay_out(s, 0, wide, sin, is_bf16(bf16, 4), start, length, 1, 0, dim, 0, 0);
-        lay_out(keys, columns, wide, k, is_bf16(bf16, 1), start, length, kv_heads, kv_head, dim, c, s);
-        lay_out(values, 0, wide, v, is_bf16(bf16, 2), start, length, kv_heads, kv_head, dim, 0, 0);
+        lay_out(c, 0, wide, cos, is_bf16(bf16, 3), index, key_start, length, 1, 0, dim, 0, 0);
+        lay_out(s, 0, wide, sin, is_bf16(bf16, 4), index, key_start, length, 1, 0, dim, 0, 0);
+        lay_out(keys, columns, wide, k, is_bf16(bf16, 1), index, key_start, length, kv_heads, kv_head, dim, c, s);
+        lay_out(values, 0, wide, v, is_bf16(bf16, 2), index, key_start, length, kv_heads, kv_head, dim, 0, 0);
         for (n_t head = kv_head * shared; head < (kv_head + 1) * shared; head++)
-            for (n_t t = 0; t < length; t += 4) {
+            for (n_t t = before; t < length; t += 4) {
                 n_t count = length - t < 4 ? length - t : 4, first = t >= window ? t - window + 1 : 0;
                 for (n_t i = 0; i < 4; i++) {
                     n_t own = i < count ? t + i : t; /* rows beyond count are computed, not written */
@@ -249,39 +254,45 @@ void attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t kv_heads, n_t dim, n
                 }
                 mix(4, result, wide, p, room, wide, values, 0, 0, first, t + count);
                 for (n_t i = 0; i < count; i++)
-                    write_head(out, is_bf16(bf16, 6), ((start + t + i) * heads + head) * dim, dim,
+                    write_head(out, is_bf16(bf16, 8), ((start + t + i) * heads + head) * dim, dim,
                                result + i * wide);
             }
     }
 }
 
 /* The gradient of `attention`. The probabilities p are computed again. If d is the gradient of out, that of
- * the scores is p (d . v - sum p (d . v)). */
+ * the scores is p (d . v - sum p (d . v)). grad_k and grad_v [cu_seqlens_k[n], kv_heads, dim] are of the keys
+ * of each segment, one segment behind the other: a token that several segments see has as many. */
 void attention_backward(n_t bf16, n_t threads, n_t n, n_t heads, n_t kv_heads, n_t dim, n_t window, float scale,
                         const void *q, const void *k, const void *v, const void *cos, const void *sin,
-                        const void *cu_seqlens, const void *grad, void *grad_q, void *grad_k, void *grad_v) {
+                        const void *cu_seqlens, const void *cu_seqlens_k, const void *index, const void *grad,
+                        void *grad_q, void *grad_k, void *grad_v) {
     n_t shared = heads / kv_heads, wide = padded(dim);
     TASKS
     for (n_t task = 0; task < n * kv_heads; task++) {
-        n_t kv_head = task % kv_heads, start = ((const n_t *)cu_seqlens)[task / kv_heads];
-        n_t length = ((const n_t *)cu_seqlens)[task / kv_heads + 1] - start, room = padded(length);
+        n_t kv_head = task % kv_heads, key_start = ((const n_t *)cu_seqlens_k)[task / kv_heads];
+        n_t length = ((const n_t *)cu_seqlens_k)[task / kv_heads + 1] - key_start, room = padded(length);
+        /* The query of key t is token start + t; keys before the first one have none here. */
+        n_t start = ((const n_t *)cu_seqlens)[task / kv_heads + 1] - length;
+        n_t before = ((const n_t *)cu_seqlens)[task / kv_heads] - start;
         float c[room * wide], s[room * wide], keys[room * wide], columns[room * wide], values[room * wide];
         float value_columns[room * wide], d_keys[room * wide], d_values[room * wide];
         float query[4 * wide], d_out[4 * wide], p[4 * room], d[4 * room], result[4 * wide];
-        lay_out(c, 0, wide, cos, is_bf16(bf16, 3), start, length, 1, 0, dim, 0, 0);
-        lay_out(s, 0, wide, sin, is_bf16(bf16, 4), start, length, 1, 0, dim, 0, 0);
-        lay_out(keys, columns, wide, k, is_bf16(bf16, 1), start, length, kv_heads, kv_head, dim, c, s);
-        lay_out(values, value_columns, wide, v, is_bf16(bf16, 2), start, length, kv_heads, kv_head, dim, 0, 0);
+        lay_out(c, 0, wide, cos, is_bf16(bf16, 3), index, key_start, length, 1, 0, dim, 0, 0);
+        lay_out(s, 0, wide, sin, is_bf16(bf16, 4), index, key_start, length, 1, 0, dim, 0, 0);
+        lay_out(keys, columns, wide, k, is_bf16(bf16, 1), index, key_start, length, kv_heads, kv_head, dim, c, s);
+        lay_out(values, value_columns, wide, v, is_bf16(bf16, 2), index, key_start, length, kv_heads, kv_head, dim,
+                0, 0);
         memset(d_keys, 0, sizeof d_keys), memset(d_values, 0, sizeof d_values);
         for (n_t head = kv_head * shared; head < (kv_head + 1) * shared; head++)
-            for (n_t t = 0; t < length; t += 4) {
+            for (n_t t = before; t < length; t += 4) {
                 n_t count = length - t < 4 ? length - t : 4, first = t >= window ? t - window + 1 : 0;
                 n_t from = first / LANES * LANES, end = t + count;
                 for (n_t i = 0; i < 4; i++) {
                     n_t own = i < count ? t + i : t, at_q = ((start + own) * heads + head) * dim;
                     read_head(query + i * wide, wide, q, is_bf16(bf16, 0), at_q, dim);
                     turn(query + i * wide, dim, c + own * wide, s + own * wide, 1);
-                    read_head(d_out + i * wide, wide, grad, is_bf16(bf16, 6), at_q, i < count ? dim : 0);
+                    read_head(d_out + i * wide, wide, grad, is_bf16(bf16, 8), at_q, i < count ? dim : 0);
                 }
                 dots(4, p, room, query, wide, wide, columns, 0, 0, from, end);
                 dots(4, d, room, d_out, wide, wide, value_columns, 0, 0, from, end);
@@ -305,15 +316,15 @@ void attention_backward(n_t bf16, n_t threads, n_t n, n_t heads, n_t kv_heads, n
                 scatter_add(4, d_values, wide, p, room, d_out, first, end);
                 for (n_t i = 0; i < count; i++) {
                     turn(result + i * wide, dim, c + (t + i) * wide, s + (t + i) * wide, -1);
-                    write_head(grad_q, is_bf16(bf16, 7), ((start + t + i) * heads + head) * dim, dim,
+                    write_head(grad_q, is_bf16(bf16, 9), ((start + t + i) * heads + head) * dim, dim,
                                result + i * wide);
                 }
             }
         for (n_t t = 0; t < length; t++) {
-            n_t place = ((start + t) * kv_heads + kv_head) * dim;
+            n_t place = ((key_start + t) * kv_heads + kv_head) * dim;
             turn(d_keys + t * wide, dim, c + t * wide, s + t * wide, -1);
-            write_head(grad_k, is_bf16(bf16, 8), place, dim, d_keys + t * wide);
-            write_head(grad_v, is_bf16(bf16, 9), place, dim, d_values + t * wide);
+            write_head(grad_k, is_bf16(bf16, 10), place, dim, d_keys + t * wide);
+            write_head(grad_v, is_bf16(bf16, 11), place, dim, d_values + t * wide);
         }
     }
 }
