@@ -54,7 +54,7 @@ class RolloutEngine:
             temperature=temperature,
             min_gen_len=self.args.min_gen_len,
             stops=self.endings.stops,
-            never=self.endings.forbidden.never,
+            textless=self.endings.forbidden.textless,
             greedy=greedy,
         )
         batch.prompts = prompts

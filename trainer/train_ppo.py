@@ -517,14 +517,14 @@ def train_actor(
 
 
 def take_step(
-    updater: Updater, name: str, group: str, total_loss: float, number: int, metrics: Metrics
+    updater: Updater, name: str, metric_prefix: str, total_loss: float, number: int, metrics: Metrics
 ) -> Step:
-    """Sum the gradients over processes, clip, step -> the ``Step``. group: of its metrics."""
+    """Sum the gradients over processes, clip, step -> the ``Step``. metric_prefix: "policy" or "value"."""
     step = updater.step(name, total_loss, number)
     metrics.add("policy/skipped_steps", not step.finite)
     if step.finite:
-        metrics.add(f"{group}/grad_norm", step.norm)
-    metrics.add(f"{group}/learning_rate", updater.train_states[name].learning_rate(number))
+        metrics.add(f"{metric_prefix}/grad_norm", step.norm)
+    metrics.add(f"{metric_prefix}/learning_rate", updater.train_states[name].learning_rate(number))
     return step
 
 

@@ -62,7 +62,7 @@ class Run(ABC):
     loss_scale: LossScale
     progress: Progress
     total_steps: int  # batches
-    answers: int = 1  # responses to each record
+    responses_per_record: int = 1
     shard_group: ShardGroup | None = None  # with --shard 1
 
     folder: Path
@@ -81,7 +81,7 @@ class Run(ABC):
     @property
     def batch_records(self) -> int:
         """The records of a batch, over all processes."""
-        return self.args.batch_size * self.world.size // self.answers
+        return self.args.batch_size * self.world.size // self.responses_per_record
 
     def count_steps(self) -> int:
         """The number of batches of the whole run."""
