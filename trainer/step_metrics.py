@@ -1,7 +1,8 @@
 """What a PPO step logs: numbers of its rollout, of its responses, of its optimizer steps, of the whole step.
 
 Every metric is explained in docs/metrics.md. The sums are exact over processes (runs/metrics.py). Nothing is
-trained with these numbers.
+trained with these numbers. Those of the losses, such as policy/approx_kl and policy/clip_fraction, are named
+in losses.py; grad_norm and learning_rate in ``take_step`` in train_ppo.py.
 """
 
 import math
@@ -28,8 +29,8 @@ from trainer.runs.metrics import Metrics, Number
 def batch_metrics(
     args: Namespace, batch: Batch, critic: CriticModel | None, kl_coef: float, world: World
 ) -> Metrics:
-    """What the new responses of a batch show before it is learned from: the KL to the reference, how far the sampler's
-    log-probs are from the scorer's, and, with a critic, the values beside the returns."""
+    """What a batch of new responses shows before it is learned from: the KL to the reference, how far the
+    sampler's log-probs are from the scorer's, and, with a critic, the values beside the returns."""
     metrics = Metrics()
     mask = batch.action_mask
     of_tokens: dict[str, Tensor] = {}  # [B, R]

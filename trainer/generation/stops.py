@@ -1,4 +1,4 @@
-"""What ends a response while it is decoded (the stopping criteria): ``Endings``, made from the flags.
+"""What ends a response while it is decoded (EOS, stop strings, length): ``Endings``, made from the flags.
 
 - An EOS, any id of ``Endings.eos``: of the tokenizer, the model, ``--stop_token_ids`` and special tokens
 given to ``--stop``; ``finished`` is True. It is a token of the response.

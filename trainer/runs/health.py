@@ -118,7 +118,7 @@ class History:
 
     def shown_by(self, conditions: Sequence[str]) -> tuple[int, float] | None:
         """For the first of these conditions that holds: the first step of those that show it, and its metric
-        at the start of the run, both of its first part."""
+        at the start of the run, both from the condition's first part."""
         for condition in conditions:
             parts = [self._part_shown_by(part) for part in condition.split(" and ")]
             if all(parts):

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainer.runs.displays import Panel
-from trainer.runs.health import History, Finding
+from trainer.runs.health import Finding, History
 
 HERE = Path(__file__).parent  # of the style sheets
 
