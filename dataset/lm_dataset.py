@@ -256,8 +256,8 @@ class Prompt:
 
 @dataclass(eq=False)
 class RLAIFDataset(RecordDataset[Prompt]):
-    """Prompts for PPO. Takes records of every format and uses their prompts; their answers only
-    for evaluation and reward functions.
+    """Prompts for PPO. Takes records of every format and uses their prompts; their answers only for
+    evaluation and reward functions.
 
     Numbers of the records read at the start: ``with_answer``; ``comparable_answers``, those with one that a
     response can equal (``comparable`` in answers.py); ``formulas``, those of them with a formula.

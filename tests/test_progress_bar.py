@@ -84,7 +84,7 @@ def test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit(tmp_path, reques
         assert [this.total for this in ended if this.desc == name] == [total] * count, name
     names = [this.desc for this in ended if this.total != 0]  # one asks for the names of the scores
     counts = [names.count(name) for name in ("sampling", "log-probs", "reward model")]
-    assert counts == [1 + 2 + 2 * 2, 1 + 2, 6]  # the first one checks the policy; the reference in both steps
+    assert counts == [1 + 2 + 2, 1 + 2, 6]  # the first one checks the policy; the reference in both steps
     assert all(this.n == this.total or this.desc.startswith("lines of") for this in ended)
 
 

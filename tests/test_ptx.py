@@ -107,15 +107,15 @@ def test_memory_that_runs_out_does_demonstrations_again_too(files, ptx_path, mon
     failed, source = [], Ptx.further_loss
 
     def full_once(self, number):
-        lengths, loss_of = source(self, number)
+        found = source(self, number)
 
         def loss(rows):
             if not failed:
                 failed.append(run.progress.token_budget)
                 raise torch.OutOfMemoryError("out of memory")
-            return loss_of(rows)
+            return found.loss_of(rows)
 
-        return lengths, loss
+        return found._replace(loss_of=loss)
 
     monkeypatch.setattr(Ptx, "further_loss", full_once)
     again, sums = actor_gradient(run, minibatch, 0, 4096)

@@ -28,6 +28,7 @@ from trainer.compute.batching import pad_right
 from trainer.inputs import load_actor, load_trained_tokenizer, read_prompts
 from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.distributed import World
+from trainer.runs.optimizer_step import GradientSource
 
 WORDS = list("abcdefgh")
 ALONE = World(0, 1, torch.device("cpu"))
@@ -80,7 +81,7 @@ def gradients_of(run, items, budget=4096):
     """A batch's loss and gradients, in micro-batches of ``budget`` tokens -> (means, {name: gradient})"""
     run.model.zero_grad()
     lengths = [run.tokens(x) for x in items]
-    source = (lengths, lambda rows: run.loss([items[i] for i in rows], run.loss_counts(items)))
+    source = GradientSource(lengths, lambda rows: run.loss([items[i] for i in rows], run.loss_counts(items)))
     return run.updater.backward([source], budget).means(ALONE), gradients_in(run.model)
 
 
@@ -385,7 +386,7 @@ def test_the_flags_of_make_demo_assets_exist():
     done = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, check=True)
     lines = done.stdout.replace("\\\n", " ").splitlines()
     commands = [line.split()[1:] for line in lines if "trainer/" in line or "demo/make" in line]
-    assert len(commands) == 5
+    assert len(commands) == 4
     for script, *argv in commands:
         assert (tiny.ROOT / script).is_file()
         if "--dtype" in argv:

@@ -619,7 +619,7 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
     if case not in (SPARING, SINGLE):
         monkeypatch.setattr(Models, "sampler_has_scored", lambda models, step: False)
     run, prompts, plain = start(files, **CASES[case])
-    once = dict.fromkeys(run.train_states, 0)  # updates in which a prompt is computed once for its answers
+    once = dict.fromkeys(run.train_states, 0)  # updates that compute a prompt once for several answers
     scorers = {"actor": run.models.actor_scorer, "critic": run.models.value_scorer}
     for name in once:
 

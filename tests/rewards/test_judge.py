@@ -7,9 +7,9 @@ from same_runs import same_weights
 from test_invariants import ALONE
 
 from trainer import train_ppo
+from trainer.evaluation import Evaluation
 from trainer.rewards.combine import EvalReward, modules_of
 from trainer.rewards.reward_models import load_reward_model
-from trainer.rollout import RolloutEngine
 from trainer.run import PpoRun
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 2, "epochs": 9}
@@ -62,17 +62,19 @@ def test_its_scores_are_sums_of_raw_ones(files, judged, monkeypatch):
     run = evaluated_run(files | judged)
     found, _ = run.evaluate()
     model = load_reward_model(judged["eval_reward_model"].removesuffix("=-2"), run.world.device)
-    sampled, own = [], RolloutEngine.respond
+    answered, own = [], Evaluation.answer
 
     def noted(*given):
-        sampled.append((given[1], own(*given)))
-        return sampled[-1][1]
+        answered.append(own(*given))
+        return answered[-1]
 
-    monkeypatch.setattr(RolloutEngine, "respond", noted)
+    monkeypatch.setattr(Evaluation, "answer", noted)
     assert run.evaluate()[0] == found  # the same responses every time
-    for kind, (prompts, batch) in zip(("", "_greedy"), sampled, strict=True):
+    [batches] = answered
+    assert batches["_greedy"].texts != batches[""].texts
+    for kind, batch in batches.items():
         texts = batch.texts
-        scores = model([(p.prompt, text) for p, text in zip(prompts, texts, strict=True)])
+        scores = model([(p.prompt, text) for p, text in zip(batch.prompts, texts, strict=True)])
         counts = sum(text.count("a") for text in texts) / len(texts)
         assert found[f"eval/judge_model{kind}"] == pytest.approx(-2 * scores.mean().item(), abs=1e-6)
         assert found[f"eval/judge_function{kind}"] == pytest.approx(100 + counts, abs=1e-4)

@@ -31,8 +31,8 @@ BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # i
 
 
 class Forbidden(NamedTuple):
-    """What a response may not have: the ids of ``textless``, and ``end_ids`` among its first
-    min_gen_len - 1 tokens. There their logits are -inf, as after a logits processor of transformers.
+    """What a response may not have: the ids of ``textless``, and ``end_ids`` among its first min_gen_len - 1
+    tokens. There their logits are -inf, as after a logits processor of transformers.
 
     The sampler and every scorer (actor, old actor, reference) do the same, so the policy that is sampled is
     the one that is scored. Its other tokens share the probability, in entropy and KL too.

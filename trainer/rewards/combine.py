@@ -105,8 +105,8 @@ class RunningStats:
 
 @dataclass(eq=False)
 class Reward:
-    """All reward parts of a run. Call it with a ``Request``; it returns each part and their sum. Most
-    fields have the name of their flag.
+    """All reward parts of a run. Call it with a ``Request``; it returns each part and their sum. Most fields
+    have the name of their flag.
 
     A call is ``score_parts`` followed by ``combine``. Training calls the two separately: ``score_parts`` may
     fail in one process, while ``combine`` exchanges statistics between all of them."""

@@ -75,8 +75,8 @@ class Run(ABC):
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """{file name: what a checkpoint has the weights of}: the models that train, and
-        the old actor where it is a model of its own (``PpoRun.modules``)."""
+        """{file name: what a checkpoint has the weights of}: the models that train, and the old actor where
+        it is a model of its own (``PpoRun.modules``)."""
         return {name: train_state.model for name, train_state in self.train_states.items()}
 
     @property
