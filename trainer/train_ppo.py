@@ -62,10 +62,9 @@ RESPONSE_LEVEL = dict.fromkeys(COMPARING, "it takes the whole response as one st
 
 
 def flag_parser() -> FlagParser:
-    """All flags, in the groups of --help. Edit the defaults here, or give them on the command line. Where a
-    type stands in the place of the default, there is none. The value is chosen later, in inputs.py,
-    options/missing_eos.py or options/kl_target.py, but for --thinking_ratio. Other keywords: ``Flag`` in
-    flags.py.
+    """All flags, in the groups of --help. Edit the defaults here, or give them on the command line. Where
+    int, float or str stands in the place of the default, inputs.py, options/missing_eos.py or
+    options/kl_target.py chooses it; --thinking_ratio stays off. The other keywords: ``Flag`` in flags.py.
     """
     p = FlagParser(description=__doc__, common=COMMON)
     add = p.add

@@ -126,7 +126,7 @@ class Batch:
         return part
 
     def newest(self, count: int) -> "Batch":
-        """The last ``count`` rows: those of the new batch, where older ones were put above it (replay)."""
+        """The last ``count`` rows: those of the new batch, where replayed ones come first."""
         first = len(self.tokens) - count
         return self.rows(range(first, len(self.tokens))) if first > 0 else self
 
