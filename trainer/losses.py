@@ -100,7 +100,7 @@ def policy_loss(
     log_ratio = torch.where(mb.action_mask, logprobs - mb.old_logprobs, 0.0)
     ratio = log_ratio.exp()
     advantages = mb.advantages
-    # --kl_in reward: the advantages have the KL before the updates. What these have added comes off too.
+    # --kl_in reward: also take off what the updates added to the KL.
     if kl_in_reward:
         advantages = advantages - kl_in_reward * discounted_sums(log_ratio.detach(), decay)
     limited = sequence_ratio(log_ratio, mb.action_mask) if kind == "gspo" else ratio  # which the clip limits

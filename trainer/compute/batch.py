@@ -73,7 +73,7 @@ class Batch:
     parts: Parts = field(default_factory=dict)  # normalised, clipped, weighed; their sum is "score"
     scores: Tensor = LATER  # [B] "score", NaN where no part of the reward says anything
     step_rewards: Tensor | None = None  # [B, R] what of it belongs to tokens inside the response
-    # ``evaluate_tokens``, and ``sampler_has_scored`` of models.py
+    # ``evaluate_tokens`` (``sampler_has_scored``: models.py)
     ref_logprobs: Tensor = LATER  # [B, R]
     old_logprobs: Tensor = LATER  # [B, R] of the training forward, or the sampler's (``sampler_has_scored``)
     values: Tensor = LATER  # [B, R] with a critic; ``ValueScale.fit`` corrects the first batch's

@@ -3,9 +3,9 @@
     Request -> score_parts -> RawScores -> combine -> {part: [B], "score": their sum [B]}
 
 The parts: rules about the text (rules.py), reward models (reward_models.py), functions of the user's
-(reward_function.py), a reward server (reward_server.py). All of them read text, and reward models messages. A
-function of TRL's also gets token ids, and a rule about the length gets the number of tokens. Of a model that
-thinks, reward models and the repetition penalty see what follows ``</think>``; all others see the whole
+(reward_function.py), a reward server (reward_server.py). Reward models read messages, the others text. A
+function in TRL's form also gets token ids, and rules about the length get the number of tokens. Of a model
+that thinks, reward models and the repetition penalty see what follows ``</think>``; all others see the whole
 response. With ``--reasoning 1`` all see the whole.
 
 A reward model's score is clipped to ±``SCORE_LIMIT`` = ±3, after normalising it if ``--normalize_reward`` is
