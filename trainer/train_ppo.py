@@ -379,11 +379,9 @@ def estimate(
 ) -> None:
     """Rewards of tokens -> advantages, and with a critic the returns that it learns, all [B, R].
 
-    Advantages of GAE and REINFORCE are taken less their mean, and divided by their standard deviation; those
-    of RLOO by their root mean square over the groups whose scores differ; those of GRPO each by the standard
-    deviation of its group. A batch without signal is divided by another size (``AdvantageScale``). The KL is
-    divided by the scale in all of them.
-    has_signal: ``scores_differ`` of the batch.
+    Advantages of GAE and REINFORCE are taken less their mean, and divided by their standard deviation; RLOO's
+    by ``group_spread``, GRPO's each by the standard deviation of its group. A batch without signal is divided
+    by another size (``AdvantageScale``). has_signal: ``scores_differ`` of the batch.
     """
     rewards = batch.rewards
     mask = batch.action_mask
