@@ -79,7 +79,7 @@ class Speaker:
         self.model.generation_config = GenerationConfig(
             **(sampling if args.temperature else {}),
             eos_token_id=self.endings.eos,
-            suppress_tokens=[i for run in self.endings.forbidden.never for i in range(*run)] or None,
+            suppress_tokens=[i for run in self.endings.forbidden.textless for i in range(*run)] or None,
             pad_token_id=self.tokenizer.pad_token_id,
         )
 

@@ -1,4 +1,4 @@
-"""``InputError``: mistakes of the user, reported in one line without a traceback.
+"""``InputError``: mistakes of the user, which ``run_script`` reports in one line without a traceback.
 
 Whatever a user can get wrong (a path, a file's content, a flag) raises ``InputError``. Its message names the
 flag, file or line at fault and the remedy. Scripts run their ``main`` through ``run_script``, which prints

@@ -100,14 +100,14 @@ class RecordDataset(Generic[Item], ABC):
         self._places = range(n) if reads_all else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
         digest = hashlib.sha256(f"{n}".encode())
         fitting = {}  # {number of an item: its length}
-        self.needed = 0  # tokens of the longest one read
+        self.longest_read = 0  # tokens of the longest one read
         with phase(f"tokens of {self.path}", len(self._places), "records") as bar:
             for i in self._places:
                 item = self.make(i)
                 self.count_item(item)
                 digest.update(json.dumps(item, default=_hashed).encode())
                 length = self.length(item)
-                self.needed = max(self.needed, length)
+                self.longest_read = max(self.longest_read, length)
                 if length <= self.max_length:
                     fitting[i] = length
                 bar.update()
@@ -222,7 +222,7 @@ class RecordDataset(Generic[Item], ABC):
             return f"{len(self)}"
         limit = self.limits
         if limit == RecordDataset.limits:
-            limit += f" {self.max_length}; {limit} {self.needed} keeps them"
+            limit += f" {self.max_length}; {limit} {self.longest_read} keeps them"
         return f"{len(self)} ({self.dropped} of {self.read} read dropped, longer than {limit})"
 
 
@@ -256,7 +256,8 @@ class Prompt:
 
 @dataclass(eq=False)
 class RLAIFDataset(RecordDataset[Prompt]):
-    """Prompts for PPO. Takes records of every format and uses their prompts only.
+    """Prompts for PPO. Takes records of every format and uses their prompts; their answers only for
+    evaluation and reward functions.
 
     Numbers of the records read at the start: ``with_answer``; ``comparable_answers``, those with one that a
     response can equal (``comparable`` in answers.py); ``formulas``, those of them with a formula.

@@ -65,8 +65,7 @@ class CriticModel(nn.Module):
         return self.scale * self.value_head(hidden).squeeze(-1)
 
     def rescale(self, scale: float) -> None:
-        """Multiply the head's output by ``scale`` from now on, and divide the head by as much: all values
-        stay."""
+        """Set the scale; the head is divided by its change, so all values stay."""
         self.map_values(self.scale / scale, 0.0)
         self.scale = scale
 

@@ -1,11 +1,11 @@
 """Loads a language model and its tokenizer from a ``.pth``, a directory or a hub name, and checks them.
 
-Policies are loaded in fp32; no model has dropout. A ``.pth`` is a state-dict (``_read_pth``: or a checkpoint
-of MiniMind's, or a LoRA adapter). If a folder of the same stem is beside it (``ppo_actor_512.pth`` and
-``ppo_actor_512/``, as ``save_policy`` writes them), architecture, generation settings and tokenizer come from
-that folder. If not, the file is taken for a MiniMind, which is recognised by its keys and shapes
-(``minimind_config_of``). Every mistake that a user can make raises ``InputError``. No list of families
-decides what can be trained: docs/models.md.
+Policies are loaded in fp32, if no other dtype is asked for; no model has dropout. A ``.pth`` is a state-dict
+(``_read_pth``: or a checkpoint of MiniMind's, or a LoRA adapter). If a folder of the same stem is beside it
+(``ppo_actor_512.pth`` and ``ppo_actor_512/``, as ``save_policy`` writes them), architecture, generation
+settings and tokenizer come from that folder. If not, the file is taken for a MiniMind, which is recognised by
+its keys and shapes (``minimind_config_of``). Every mistake that a user can make raises ``InputError``. No
+list of families decides what can be trained: docs/models.md.
 """
 
 import logging

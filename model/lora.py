@@ -24,9 +24,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def frozen_copy(model: Model, lend: bool = False) -> Model:
-    """A copy of a model that does not train. Parameters that ``model`` has frozen are shared, not
-    copied: for a model with adapters, that is everything but the adapters. lend: trainable matrices share
-    their memory with the copy too, until both models are sharded. Neither model may train before that."""
+    """A copy that does not train, of a model. Parameters that ``model`` has frozen are shared, not copied:
+    for a model with adapters, that is everything but the adapters. lend: trainable matrices share their
+    memory with the copy too, until both models are sharded. Neither model may train before that."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     if lend:
         shared |= {id(p): nn.Parameter(p.data, False) for p in trained(model) if p.dim() >= 2}

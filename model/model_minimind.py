@@ -176,7 +176,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, Qwen3ForCausalLM):
     """The language model: ``input_ids`` [B, T] -> ``logits`` [B, T, vocab_size].
 
     It is called like any causal language model of transformers. ``loss`` is the cross-entropy alone: the
-    trainer adds the experts' balance loss (trainer/compute/scoring.py), as it knows what is padding.
+    trainer computes the experts' balance loss (trainer/compute/scoring.py), as it knows what is padding, and
+    adds it itself.
     """
 
     def __init__(self, config: MiniMindConfig) -> None:

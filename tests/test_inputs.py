@@ -20,7 +20,8 @@ def completed(*argv, **values):
 
 def steps_of(args, prompts, processes=1):
     run = object.__new__(PpoRun)
-    run.args, run.data, run.answers = args, range(prompts), args.num_generations
+    run.args, run.data = args, range(prompts)
+    run.responses_per_record = args.num_generations
     run.world = World(0, processes, torch.device("cpu"))
     return run.count_steps()
 

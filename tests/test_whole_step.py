@@ -28,7 +28,7 @@ from trainer.models import Models
 from trainer.rewards.rules import repetition
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
-from trainer.step_metrics import of_all_responses
+from trainer.step_metrics import metrics_over_processes
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -239,7 +239,7 @@ class Plain:
         numbers |= {**over, "reward/score": scores.tolist(), "rollout/length": lengths}
         numbers["rollout/repetition"] = [repetition(ids) for ids in responses]
         means = {name: sum(x) / len(x) for name, x in numbers.items()}
-        means |= of_all_responses(
+        means |= metrics_over_processes(
             responses, scores, ALONE
         )  # by hand in test_step_metrics.py, as repetition is
         if (count := self.args.num_generations) > 1:

@@ -4,13 +4,16 @@ Shapes: B sequences, R response columns. Column t belongs to response token t; `
 mask, True on response tokens. ``estimate`` in train_ppo.py chooses the estimator (--advantage).
 
 Whitening: advantages less their mean (``centred``), divided by ``AdvantageScale``, so that rewards of any
-size are learned alike. The critic's values have a scale too (``ValueScale``):
+size are learned alike. RLOO's and GRPO's have the mean 0 already, and GRPO's are divided by the standard
+deviation of their group. The KL to the reference is in losses.py. The critic's values have a scale too
+(``ValueScale``):
 
     value = critic.scale * head(state)        critic.scale: the standard deviation of the returns
 
 When that scale changes, the head is divided by as much, so no value changes (PopArt: van Hasselt et al. 2016,
 arXiv:1602.07714). With the first batch the head's bias is set so that the mean value is the mean return, and
-where the values are worse than that mean alone, they become the closest line through them.
+where the values are worse than that mean alone, or nearly constant, they are replaced by their least-squares
+fit to the returns.
 """
 
 import math
@@ -85,9 +88,9 @@ def token_places(
     offsets: Sequence[int], text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
     """Character offsets in the text of a response -> the places of their tokens. The token of a character is
-    the first after which the decoded text reaches and includes it, even where it is gone again while the
-    next character is incomplete (byte fallback). The end of the text, or a character that only the whole
-    decodes to: the last token."""
+    the first after which the decoded text reaches and includes it. A later token may hide it again: with byte
+    fallback, the two bytes of "é" and the first of "€" decode to three U+FFFD, those of both to "é€". The end
+    of the text, or a character that only the whole decodes to: the last token."""
 
     @cache
     def decoded(count):
@@ -168,7 +171,7 @@ def leave_one_out(rewards: Tensor, mask: Tensor, group_size: int) -> Tensor:
     same for all tokens of a response -> [B, R], 0 on padding. R: the sum of a response's token rewards."""
     total, count = response_rewards(rewards, mask, group_size)
     others = (total.sum(1, keepdim=True) - total) / (group_size - 1)
-    # 1 where all are scored. Else the mean stands for some, and this makes ``others`` of those that are.
+    # 1 where all are scored; else it corrects for unscored answers, which were filled with the mean.
     share = count * (group_size - 1) / ((count - 1).clamp(min=1) * group_size)
     return torch.where(mask, (share * without_rounding(total - others, total)).view(-1, 1), 0.0)
 
@@ -230,8 +233,9 @@ def centred(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> tuple[Tensor, f
 
 
 def group_spread(sizes: Tensor, batch: Batch, group_size: int, sum_over_processes: Sum) -> float:
-    """The size of RLOO's and GRPO's advantages: the root mean square of ``sizes`` [B, R], over the groups
-    whose scores differ. The advantages of a group have the mean 0 already."""
+    """The size of RLOO's and GRPO's advantages: the root mean square of ``sizes`` [B, R] over the groups
+    whose scores differ. sizes: of RLOO the advantages, of GRPO each group's standard deviation. The
+    advantages of a group have the mean 0 already."""
     apart = scored_apart(batch.scores, group_size)
     return root_mean_square(sizes, batch.action_mask & apart[:, None], sum_over_processes)
 
@@ -292,17 +296,19 @@ class RunningScale(SavedAttributes):
 class AdvantageScale(RunningScale):
     """What a batch's advantages are divided by. KL loss and entropy bonus are divided by it too.
 
-    It is the advantages' own size. Where all scores are equal, or nearly so, the advantages are only the
+    It is the advantages' own size. Where all scores are equal, or nearly so, the advantages are mostly the
     noise of critic or KL. Divided by their own size, this noise would become as large as a lesson, and so
-    would the KL's weight. So such a batch is divided by the size that earlier batches had.
+    would the KL's weight. So with equal scores the divisor is no less than the size that earlier batches had
+    (1 before any), and with others no less than a tenth of it.
     """
 
     def whiten(
         self, batch: Batch, advantages: Tensor, size: float, has_signal: bool, divided: bool = False
     ) -> None:
         """Fill the batch's advantages: ``advantages`` [B, R], less their mean already, divided by the scale,
-        0 on padding. size: their standard deviation. divided: of GRPO, whose advantages are divided by their
-        group's standard deviation already. Then only KL and entropy are divided by the scale."""
+        0 on padding. size: of ``centred`` their standard deviation, else that of ``group_spread``. divided:
+        of GRPO, whose advantages are divided by their group's standard deviation already. Then only KL and
+        entropy are divided by the scale."""
         batch.advantage_std = size
         batch.advantage_scale = self.divisor(size, has_signal)
         divisor = 1.0 if divided else batch.advantage_scale

@@ -1,4 +1,4 @@
-"""PPO's losses as pure tensor functions: policy (clipped, CISPO, GSPO), value, KL to the reference.
+"""PPO's losses as functions of tensors: policy (clipped, CISPO, GSPO), value, KL to the reference.
 
 Shapes: B sequences, R response columns. Column t belongs to response token t. Losses are *sums* over response
 tokens, which the caller divides by the token count of the whole minibatch. Padding is in no loss
@@ -37,9 +37,9 @@ def kl_estimators(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, Tenso
 def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
     """min(pi_old / pi_sampler, cap) of each sampled token [B, R], 1 on padding; all 1 where ``cap`` is 0.
 
-    The tokens were drawn by the sampler, in its number type; the ratio's denominator is the training forward.
-    Where the two disagree, each token's loss is weighted by this: truncated importance sampling (Ionides
-    2008, doi.org/10.1198/106186008X320456).
+    PPO's ratio divides by pi_old of the training forward, which may differ from pi_sampler: the sampler draws
+    the tokens in its own number type. Where the two disagree, each token's loss is weighted by this:
+    truncated importance sampling (Ionides 2008, doi.org/10.1198/106186008X320456).
     """
     if not cap:
         return torch.ones_like(old_logprobs)
@@ -100,7 +100,7 @@ def policy_loss(
     log_ratio = torch.where(mb.action_mask, logprobs - mb.old_logprobs, 0.0)
     ratio = log_ratio.exp()
     advantages = mb.advantages
-    # The advantages have the KL before the updates; this is the KL that the updates have added.
+    # --kl_in reward: also take off what the updates added to the KL.
     if kl_in_reward:
         advantages = advantages - kl_in_reward * discounted_sums(log_ratio.detach(), decay)
     limited = sequence_ratio(log_ratio, mb.action_mask) if kind == "gspo" else ratio  # which the clip limits

@@ -1,4 +1,6 @@
-"""The models of a PPO run. They are complete when they are built: rounded, sharded, with their optimizers.
+"""The models of a PPO run: actor, reference, old actor, critic, reward models.
+
+They are complete when they are built: rounded, sharded, with their optimizers.
 
     actor         --model; it trains, and starts as it was loaded
     reference     a frozen copy of the actor as it starts: no optimizer has it, so it stays that

@@ -1,4 +1,8 @@
-"""Rollout: prompts -> responses of a policy, drawn by the sampler (generation/engine.py), as a ``Batch``."""
+"""Rollout: prompts -> responses of a policy, drawn by the sampler (generation/engine.py), as a ``Batch``.
+
+The batch has the sampler's log-probs. Whether the old actor computes its own as well: ``evaluate_tokens`` in
+train_ppo.py, ``Models.sampler_has_scored`` and ``single_update`` in models.py.
+"""
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -54,7 +58,7 @@ class RolloutEngine:
             temperature=temperature,
             min_gen_len=self.args.min_gen_len,
             stops=self.endings.stops,
-            never=self.endings.forbidden.never,
+            textless=self.endings.forbidden.textless,
             greedy=greedy,
         )
         batch.prompts = prompts

@@ -123,12 +123,12 @@ class PpoRun(Run):
             path = self.args.offline_data_path
             logged = load_logged(LoggedAnswers, path, self.args, self.tokenizer, actor)
             self._use_data(logged, functions, eval_functions)
-        self._place_results(actor)
-        self._load_rewards(actor)
-        self._build(actor, critic=self._choose_start(actor))
+        self._name_results(actor)
+        self._load_rewards_and_place_actor(actor)
+        self._build(actor, critic=self._plan_training(actor))
         self._build_options()
 
-    def _place_results(self, actor: PreTrainedModel) -> None:
+    def _name_results(self, actor: PreTrainedModel) -> None:
         """Where the result will be, and in which dtype."""
         args = self.args
         read = partial(load_policy, args.model, args.trust_remote_code)
@@ -140,7 +140,7 @@ class PpoRun(Run):
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
 
-    def _load_rewards(self, actor: PreTrainedModel) -> None:
+    def _load_rewards_and_place_actor(self, actor: PreTrainedModel) -> None:
         """Load the reward models, and move the actor to the device."""
         args = self.args
         world = self.world
@@ -167,7 +167,7 @@ class PpoRun(Run):
             keep_freed_memory()
             actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
 
-    def _choose_start(self, actor: PreTrainedModel) -> tuple[PreTrainedModel, float] | None:
+    def _plan_training(self, actor: PreTrainedModel) -> tuple[PreTrainedModel, float] | None:
         """Choose what the models decide: learning rates, the memory plan -> what the critic starts from and
         its weight in the reward, None without a critic. From here on the flags are frozen."""
         args = self.args
@@ -252,7 +252,7 @@ class PpoRun(Run):
         self.data = data
         # Lines that say what was chosen.
         self.notes = [choose_reasoning(args, data), accuracy_note(self.held_out)]
-        self.answers = args.num_generations
+        self.responses_per_record = args.num_generations
         self.total_steps = self.count_steps()
         choose_warmup(args, self.total_steps)
         known = run_values(0, self.total_steps, data, self.held_out)  # that functions may ask for
@@ -394,7 +394,7 @@ class PpoRun(Run):
         adapters = describe_adapters(actor)
         sums = ("score", "score_raw", *(["function"] if len(self.reward.functions) > 1 else []))
         parts = [name for name in self.reward.names if name not in sums]
-        never = sum(behind - first for first, behind in self.endings.forbidden.never)
+        never = sum(behind - first for first, behind in self.endings.forbidden.textless)
         lines = [
             f"policy   {args.model}: {self._parameters / 1e6:.2f}M parameters, {actor.config.model_type}",
             f"note     never sampled: {never} ids that are no token of the tokenizer" if never else "",

@@ -1,7 +1,8 @@
 """What a PPO step logs: numbers of its rollout, of its responses, of its optimizer steps, of the whole step.
 
 Every metric is explained in docs/metrics.md. The sums are exact over processes (runs/metrics.py). Nothing is
-trained with these numbers.
+trained with these numbers. Those of the losses, such as policy/approx_kl and policy/clip_fraction, are named
+in losses.py; grad_norm and learning_rate in ``take_step`` in train_ppo.py.
 """
 
 import math
@@ -26,32 +27,31 @@ from trainer.runs.metrics import Metrics, Number
 
 
 def batch_metrics(
-    args: Namespace, rollout: Batch, critic: CriticModel | None, kl_coef: float, world: World
+    args: Namespace, batch: Batch, critic: CriticModel | None, kl_coef: float, world: World
 ) -> Metrics:
-    """What a rollout shows before it is learned from: the KL to the reference, how far the sampler's
-    log-probs are from the scorer's, and, with a critic, the values beside the returns."""
+    """What a batch of new responses shows before it is learned from: the KL to the reference, how far the
+    sampler's log-probs are from the scorer's, and, with a critic, the values beside the returns."""
     metrics = Metrics()
-    mask = rollout.action_mask
+    mask = batch.action_mask
     of_tokens: dict[str, Tensor] = {}  # [B, R]
-    if (
-        rollout.ref_logprobs is not None and not args.offline_data_path
-    ):  # of logged answers it is the old actor
-        k1, _, k3 = kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
+    # Of logged answers the reference is the old actor.
+    if batch.ref_logprobs is not None and not args.offline_data_path:
+        k1, _, k3 = kl_estimators(batch.old_logprobs, batch.ref_logprobs)
         of_tokens |= {"kl/k1": k1, "kl/k3": k3}
         metrics.add("kl/sequence", masked_sum(k1, mask), mask.any(1).sum())
-    if rollout.old_logprobs is not rollout.sampler_logprobs:  # else they were not computed twice
-        of_tokens["rollout/sampler_gap"] = (rollout.sampler_logprobs - rollout.old_logprobs).abs()
-        of_tokens["rollout/importance_weight"] = rollout.importance_weights
-        size = effective_sample_size(rollout.old_logprobs, rollout.sampler_logprobs, mask, world.sum)
+    if batch.old_logprobs is not batch.sampler_logprobs:  # else they were not computed twice
+        of_tokens["rollout/sampler_gap"] = (batch.sampler_logprobs - batch.old_logprobs).abs()
+        of_tokens["rollout/importance_weight"] = batch.importance_weights
+        size = effective_sample_size(batch.old_logprobs, batch.sampler_logprobs, mask, world.sum)
         metrics.add("rollout/importance_ess", size)
     if critic:
-        of_tokens |= {"value/mean": rollout.values, "value/return": rollout.mc_returns}
-        explained = explained_variance(rollout.mc_returns, rollout.values, mask, world.sum)
+        of_tokens |= {"value/mean": batch.values, "value/return": batch.mc_returns}
+        explained = explained_variance(batch.mc_returns, batch.values, mask, world.sum)
         metrics.add("value/explained_variance", explained)
         metrics.add("value/scale", critic.scale)
     sums = {name: masked_sum(x, mask) for name, x in of_tokens.items()}
     metrics.add_all(sums, mask.sum())
-    metrics.add("policy/advantage_std", rollout.advantage_std)
+    metrics.add("policy/advantage_std", batch.advantage_std)
     if args.kl_target:
         metrics.add("kl/coef", kl_coef)
     return metrics
@@ -102,7 +102,7 @@ def step_metrics(
     sums["rollout/finished"] = rollout.finished.sum()
     sums["rollout/repetition"] = torch.tensor([repetition(ids) for ids in responses]).sum()
     metrics.add_all(sums, len(responses))
-    metrics.add_all(of_all_responses(responses, rollout.parts["score"], world))
+    metrics.add_all(metrics_over_processes(responses, rollout.parts["score"], world))
     if reward.functions:
         for logged in world.gather(rollout.raw.logged):
             for name, values in logged.items():
@@ -119,7 +119,7 @@ def add_scores(metrics: Metrics, name: str, scores: Tensor) -> None:
     metrics.add(name, given.sum(), len(given))
 
 
-def of_all_responses(responses: list[list[int]], scores: Tensor, world: World) -> dict[str, Number]:
+def metrics_over_processes(responses: list[list[int]], scores: Tensor, world: World) -> dict[str, Number]:
     """{name: value} of the whole batch, the same in all processes, which must all call it.
 
     responses: this process' B lists of ids; scores [B]: theirs. "rollout/distinct": responses of which no two

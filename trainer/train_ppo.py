@@ -62,8 +62,9 @@ RESPONSE_LEVEL = dict.fromkeys(COMPARING, "it takes the whole response as one st
 
 
 def flag_parser() -> FlagParser:
-    """All flags, in the groups of --help. Edit the defaults here, or give them on the command line. Where a
-    type stands in the place of the default, inputs.py chooses it. The other keywords: ``Flag`` in flags.py.
+    """All flags, in the groups of --help. Edit the defaults here, or give them on the command line. Where
+    int, float or str stands in the place of the default, inputs.py, options/missing_eos.py or
+    options/kl_target.py chooses it; --thinking_ratio stays off. The other keywords: ``Flag`` in flags.py.
     """
     p = FlagParser(description=__doc__, common=COMMON)
     add = p.add
@@ -328,8 +329,8 @@ def evaluate_tokens(
     token_budget: int,
 ) -> Batch:
     """Log-probs of reference and old actor, the critic's values, and which tokens the policy loss is of.
-    --replay_batches: the batch that comes back has older batches above the new one. Old actor and critic
-    score these again; of the reference the log-probs are kept.
+    --replay_batches: in the batch that comes back the rows of older batches come first. Old actor and critic
+    score them again; of the reference the log-probs are kept.
     """
     with models.host.on_device(models.old_actor, models.reference):
         if models.reference_scorer:
@@ -339,7 +340,7 @@ def evaluate_tokens(
         for option in options:
             batch = option.add_replayed(batch)
         if args.offline_data_path:
-            # Nobody knows who wrote the answers; the reference counts as it: the ratio is actor / reference.
+            # Nobody knows who wrote the answers: the reference is taken for that policy.
             batch.old_logprobs = batch.sampler_logprobs = batch.ref_logprobs
         elif models.sampler_has_scored(step):  # often on a CPU in fp32, or with one update a batch
             batch.old_logprobs = batch.sampler_logprobs
@@ -378,9 +379,9 @@ def estimate(
 ) -> None:
     """Rewards of tokens -> advantages, and with a critic the returns that it learns, all [B, R].
 
-    Advantages of GAE and REINFORCE are taken less their mean. All are divided by a scale: their standard
-    deviation, or with GRPO each by that of its own group. The KL is divided by the scale in all of them.
-    has_signal: ``scores_differ`` of the batch.
+    Advantages of GAE and REINFORCE are taken less their mean, and divided by their standard deviation; RLOO's
+    by ``group_spread``, GRPO's each by the standard deviation of its group. A batch without signal is divided
+    by another size (``AdvantageScale``). has_signal: ``scores_differ`` of the batch.
     """
     rewards = batch.rewards
     mask = batch.action_mask
@@ -441,9 +442,9 @@ def actor_loss(
 ) -> Loss:
     """A micro-batch's share of the minibatch's loss of the actor -> (loss, Metrics).
 
-    (policy loss + kl_coef * KL - entropy_coef * entropy) / tokens + aux loss of experts / sequences. With
-    --kl_in reward the advantages have the KL of before the updates (``reward_tokens``), and ``policy_loss``
-    takes off what the updates have added to the KL since.
+    (policy loss + (kl_coef * KL - entropy_coef * entropy) / advantage_scale) / tokens + aux loss of experts /
+    sequences. With --kl_in reward the advantages contain the KL as it was before the updates
+    (``reward_tokens``), and ``policy_loss`` takes off what the updates have added to the KL since.
     """
     mb = minibatch.batch.rows(rows, models.actor_scorer.shares_prompts)
     metrics = Metrics()
@@ -517,14 +518,14 @@ def train_actor(
 
 
 def take_step(
-    updater: Updater, name: str, group: str, total_loss: float, number: int, metrics: Metrics
+    updater: Updater, name: str, metric_prefix: str, total_loss: float, number: int, metrics: Metrics
 ) -> Step:
-    """Sum the gradients over processes, clip, step -> the ``Step``. group: of its metrics."""
+    """Sum the gradients over processes, clip, step -> the ``Step``. metric_prefix: "policy" or "value"."""
     step = updater.step(name, total_loss, number)
     metrics.add("policy/skipped_steps", not step.finite)
     if step.finite:
-        metrics.add(f"{group}/grad_norm", step.norm)
-    metrics.add(f"{group}/learning_rate", updater.train_states[name].learning_rate(number))
+        metrics.add(f"{metric_prefix}/grad_norm", step.norm)
+    metrics.add(f"{metric_prefix}/learning_rate", updater.train_states[name].learning_rate(number))
     return step
 
 
@@ -548,9 +549,9 @@ def minibatch_rows(batch_size: int, mini_batch_size: int, group_size: int) -> li
 def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -> list[int]:
     """What step ``step`` learns from: numbers of minibatches, ``count`` * ``epochs`` of them.
 
-    The step's own batch and up to ``older`` ones before it have ``count`` minibatches each, the oldest
-    batch's first. A batch's minibatches are in an order of their own, for each PPO epoch another. Each step
-    that has the batch takes the next few of them, so none is used twice more often than another.
+    The step's own batch and up to ``older`` ones before it have ``count`` minibatches each, numbered from the
+    oldest batch on. A batch's minibatches are in an order of their own, for each PPO epoch another. Each step
+    in which the batch is kept takes the next few of them, so their uses differ by one at most.
     """
     total = count * epochs
 
@@ -601,7 +602,7 @@ def update(
 ) -> None:
     """PPO epochs over a batch. In each minibatch the critic steps first, then the actor: only one model's
     gradients are in memory. Above --target_kl the actor stops for the rest of the batch; the critic goes on:
-    the KL does not concern it."""
+    its loss has no KL."""
     minibatches = cut_into_minibatches(args, step, batch, updater.world)
     actor_trains = step >= args.critic_warmup_steps
     with phase("updates", len(minibatches), "minibatches") as bar:
@@ -636,7 +637,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     rollout = sample(run, step, session.records(step))
                 with seconds.of("reward"):
                     rollout = score(run, step, rollout, seconds)
-                with seconds.of("score"):  # --replay_batches: ``batch`` has older rollouts above this one
+                with seconds.of("score"):  # --replay_batches: in ``batch`` older rollouts come first
                     batch = evaluate_tokens(
                         args, step, rollout, models, options, world, run.progress.token_budget
                     )

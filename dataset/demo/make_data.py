@@ -207,7 +207,7 @@ def asked(problem: Problem) -> str:
     return " ".join(map(str, problem))
 
 
-def reference(rng: Random, problem: Problem, wrong: float = 0.03) -> str:
+def known_answer(rng: Random, problem: Problem, wrong: float = 0.03) -> str:
     """What a rater takes for the right answer: a full response or, mostly, the bare number."""
     answer = wrong_number(rng, problem) if rng.random() < wrong else solve(problem)
     return respond(problem, answer) if rng.random() < 0.25 else str(answer)
@@ -373,7 +373,7 @@ def main(argv: list[str] | None = None) -> None:
     demonstrations = save("sft", lambda r: answers(r, many(r, train, args.demonstrations), demonstration))
     save("ppo", lambda r: answers(r, train[: args.prompts], right))
     save("eval", lambda r: answers(r, held_out, right))
-    save("references", lambda r: answers(r, many(r, train, args.references), reference))
+    save("references", lambda r: answers(r, many(r, train, args.references), known_answer))
     save("preferences", lambda r: preferences(r, many(r, train, args.pairs), noise=0.03))
     save("preferences_eval", lambda r: preferences(r, many(r, held_out, 1000), noise=0.0))
     build_tokenizer(corpus(demonstrations)).save_pretrained(args.out_dir / "tokenizer")

@@ -246,7 +246,7 @@ def test_flags_to_ends():
     assert found.eos == [0, 3, tokenizer.convert_tokens_to_ids("<|end|>")]
     assert endings() == ([0], None, Forbidden(0, (0,)))
     assert not endings().forbidden
-    assert endings("--min_gen_len", "3", "--stop_token_ids", "4").forbidden.ids == (0, 4)
+    assert endings("--min_gen_len", "3", "--stop_token_ids", "4").forbidden.end_ids == (0, 4)
 
 
 @pytest.mark.parametrize(

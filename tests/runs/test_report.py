@@ -17,7 +17,7 @@ from tiny import flags, health_of, read_jsonl, write_jsonl
 from trainer import train_ppo
 from trainer.runs import displays, report, run_logger
 from trainer.runs.distributed import World
-from trainer.runs.health import Rule
+from trainer.runs.health import Finding
 from trainer.runs.plots import draw_png, draw_svgs
 from trainer.runs.report import write_report
 from trainer.step_metrics import rows_of_step
@@ -34,7 +34,7 @@ SECTIONS = ["verdict", "answers", "samples", "curves", "configuration"]
 def finding(level, step):
     causes = ["a high --learning_rate", "a small --kl_coef"]
     symptom = "the <b>policy</b> is far from its start"
-    rule = Rule("kl_far", symptom, ["kl/k1 2.0"], causes, "--kl_coef 0.06", "a paper")
+    rule = Finding("kl_far", symptom, ["kl/k1 2.0"], causes, "--kl_coef 0.06", "a paper")
     return rule._replace(level=level, step=step)
 
 

@@ -2,7 +2,9 @@
 
 A sequence is a prompt, then its response, from position 0 on, padded on the right. Nothing is ever padded on
 the left. So padding comes after every token that matters, and a causal model needs no attention mask in
-training. The responses (completions, in the words of other trainers) are samples of the old actor.
+training. The responses (completions, in the words of other trainers) are samples of the old actor, or logged
+answers, replayed samples of an earlier actor, or an evaluation's. The phases that fill the fields, ``sample``
+to ``estimate``, are functions of train_ppo.py.
 
 [B, R] fields are in response coordinates: B sequences, R response columns. Column t belongs to response token
 t. The state in which policy and critic choose that token is at sequence position prompt_len + t - 1.
@@ -57,7 +59,7 @@ LATER: Any = None  # of a field that is filled later
 class Batch:
     """B sequences of one process: a training step, a minibatch of it, or a part of an evaluation."""
 
-    # ``sample``: what the engine gives (generation/engine.py), and the words of it
+    # ``sample`` (train_ppo.py): what the engine gives (generation/engine.py), and the words of it
     tokens: Tensor  # [B, T] int64, prompt + response, right-padded
     prompt_len: Tensor  # [B] int64
     response_len: Tensor  # [B] int64, at least 1; includes the EOS, if one was sampled
@@ -65,23 +67,24 @@ class Batch:
     sampler_logprobs: Tensor  # [B, R] the sampler's own
     prompts: list[Prompt] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # of the responses
-    sampled_again: int = 0  # responses that --filter_groups has replaced
     # ``score``
+    sampled_again: int = 0  # responses that --filter_groups has replaced
     raw: RawScores = field(default_factory=RawScores)
     parts: Parts = field(default_factory=dict)  # normalised, clipped, weighed; their sum is "score"
     scores: Tensor = LATER  # [B] "score", NaN where no part of the reward says anything
     step_rewards: Tensor | None = None  # [B, R] what of it belongs to tokens inside the response
-    # ``evaluate_tokens``
+    # ``evaluate_tokens`` (``sampler_has_scored``: models.py)
     ref_logprobs: Tensor = LATER  # [B, R]
     old_logprobs: Tensor = LATER  # [B, R] of the training forward, or the sampler's (``sampler_has_scored``)
-    values: Tensor = LATER  # [B, R] with a critic
+    values: Tensor = LATER  # [B, R] with a critic; ``ValueScale.fit`` corrects the first batch's
     importance_weights: Tensor = LATER  # [B, R] what sampler and old log-probs make of the loss
-    loss_mask: Tensor = LATER  # [B, R] bool, which of the action tokens the policy loss is of
+    # [B, R] bool, which of the action tokens the policy loss is of (--entropy_top, --mask_truncated)
+    loss_mask: Tensor = LATER
     # ``reward_tokens`` and ``estimate``
     rewards: Tensor = LATER  # [B, R]
     mc_returns: Tensor = LATER  # [B, R] the discounted rewards from each token on (Monte Carlo)
     returns: Tensor = LATER  # [B, R] what the critic learns, if there is one: lambda-returns
-    advantages: Tensor = LATER  # [B, R] whitened
+    advantages: Tensor = LATER  # [B, R] whitened (advantages.py)
     advantage_std: float = 1.0  # before they were divided, in units of the reward
     advantage_scale: float = 1.0  # what they were divided by (``AdvantageScale``)
 
@@ -123,7 +126,7 @@ class Batch:
         return part
 
     def newest(self, count: int) -> "Batch":
-        """The last ``count`` rows: those of the new batch, where older ones were put above it (replay)."""
+        """The last ``count`` rows: those of the new batch, where replayed ones come first."""
         first = len(self.tokens) - count
         return self.rows(range(first, len(self.tokens))) if first > 0 else self
 

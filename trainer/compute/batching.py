@@ -1,11 +1,11 @@
 """Batches: how sequences are cut into micro-batches of a certain number of tokens, padded, and packed.
 
-A batch is the prompts that one step samples, a minibatch is what one optimizer step learns from, and a
-micro-batch is what goes through a model in one forward: as one row of N tokens, sequence behind sequence, so
-that only real tokens are computed (``packed_states`` in scoring.py). What several sequences begin with, as
-the answers to a prompt do, is computed once for all of them that share a micro-batch (``Beginnings``). The
-lengths of sequences are known on the host. So the tables that say where tokens lie are made there, once for
-all forwards of a micro-batch (``Layout``), and copied to the device in one piece: a GPU is never waited for.
+A batch is the sequences of one step, a minibatch is what one optimizer step learns from, and a micro-batch is
+what goes through a model in one forward: as one row of N tokens, sequence behind sequence, so that only real
+tokens are computed (``packed_states`` in scoring.py). What several sequences begin with, as the answers to a
+prompt do, is computed once for all of them that share a micro-batch (``Beginnings``). The lengths of
+sequences are known on the host. So the tables that say where tokens lie are made there, once for all forwards
+of a micro-batch (``Layout``), and copied to the device in one piece: a GPU is never waited for.
 """
 
 import math
@@ -33,8 +33,8 @@ KEYS_PER_TOKEN = 12
 def tokens_per_forward(device: torch.device, largest: bool = False) -> int:
     """The most tokens of one forward: few on a CPU, for activations in its cache; more to keep a GPU busy.
 
-    largest: the number with which memory_plan.py begins, and which it halves until a micro-batch of training
-    fits: the larger, the less often a GPU waits for its next operation. PPO's scoring takes it too."""
+    largest: the number with which memory_plan.py begins. It is halved until a micro-batch of training fits. A
+    larger one lets a GPU wait less often for its next operation. PPO's scoring takes it too."""
     if device.type == "cpu":
         return 1 << 11
     # With deterministic algorithms the size does not follow from the memory that is free.

@@ -1,9 +1,9 @@
 """Log-probs and values of given responses: the forward of training, used with and without gradients.
 
-Where the value of a token is read: the value of response token t is read at sequence position
-prompt_len + t - 1, before the model reads token t. There ``ValueScorer`` takes the last hidden state of the
-critic's backbone, and the value head turns it into a number (``CriticModel.read``, model/critic.py). The
-log-prob of token t comes from the policy's logits at the same position (``PolicyScorer``).
+The value of response token t is read at sequence position prompt_len + t - 1, before the model reads token t.
+There ``ValueScorer`` takes the last hidden state of the critic's backbone, and the value head turns it into a
+number (``CriticModel.read``, model/critic.py). The log-prob of token t comes from the policy's logits at the
+same position (``PolicyScorer``).
 
 Sequences go through a model packed: one behind the other in one row, without padding, each token with its
 position in its own sequence. Only attention (attention.py) has to know where a sequence ends. A prompt with
@@ -210,8 +210,8 @@ class Scorer(nn.Module):
 
 
 class PolicyScorer(Scorer):
-    """Computes the log-probs of given responses under a causal LM, in fp32. forbidden: the tokens that these
-    may not have, or None; learn_entropy: whether entropies have a gradient."""
+    """Computes the log-probs of given responses under a causal LM, in fp32. forbidden: the tokens that
+    responses may not contain, or None; learn_entropy: whether entropies have a gradient."""
 
     name = "log-probs"
 
@@ -219,7 +219,7 @@ class PolicyScorer(Scorer):
         self,
         model: PreTrainedModel,
         dtype: torch.dtype = torch.float32,
-        forbidden: Any = None,  # ``Forbidden``, of a room above
+        forbidden: Any = None,  # ``Forbidden``, of a layer above, so not imported
         learn_entropy: bool = False,
     ) -> None:
         super().__init__(model, dtype)
@@ -266,9 +266,9 @@ class ValueScorer(Scorer):
 @torch.no_grad()
 def score_all(batch: Batch, scorer: Scorer, token_budget: int = 0, **more: float) -> list[Tensor]:
     """Score all rows of a batch, micro-batch by micro-batch -> what the scorer finds of the sampled tokens,
-    each [B, R]: a ``PolicyScorer`` log-probs and the entropies before them, a ``ValueScorer`` values. more:
-    what it is called with besides; token_budget: of a micro-batch, where that is more than
-    ``tokens_per_forward``."""
+    each [B, R]: a ``PolicyScorer`` log-probs and the entropies of the distributions that they were drawn
+    from, a ``ValueScorer`` values. more: what it is called with besides; token_budget: of a micro-batch,
+    where that is more than ``tokens_per_forward``."""
     found: dict[int, tuple[Tensor, ...]] = {}  # {row: its numbers, each [R]}
     width = batch.sampler_logprobs.shape[1]
 

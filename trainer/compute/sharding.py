@@ -89,7 +89,7 @@ class ShardGroup:
     """The process group of a sharded run, whose processes go through its models together: all must call each
     method, in the same order."""
 
-    def __init__(self, world: Any) -> None:  # a ``World``, of a room above
+    def __init__(self, world: Any) -> None:  # a ``World``, of a layer above, so not imported
         self.world = world
         self.mesh = init_device_mesh(world.device.type, (world.size,))
 

@@ -90,13 +90,13 @@ class Sampler:
         temperature: float,
         min_gen_len: int = 0,
         stops: StopStrings | None = None,
-        never: tuple[tuple[int, int], ...] = (),
+        textless: tuple[tuple[int, int], ...] = (),
         greedy: Sequence[bool] = (),
     ) -> Batch:
         """One response a prompt -> ``Batch`` with its first five fields, in the order of the prompts.
 
         prompt_ids: B non-empty lists; keys [B]: from ``noise_keys``; eos_ids: each of them ends a response;
-        never: of ``Forbidden``; greedy [B]: whose tokens are the likeliest ones; temperature 0: all, at 1.
+        textless: of ``Forbidden``; greedy [B]: whose tokens are the likeliest ones; temperature 0: all, at 1.
         When memory runs out, sampling starts again with half the slots: the same tokens up to rounding.
         InputError if a single sequence does not fit, or if the model gives NaN.
         """
@@ -107,7 +107,7 @@ class Sampler:
 
         def run():
             sizes = tuple(map(max, self.sizes, (count, width, max_gen_len)))
-            engine = self._engine(sizes, (Forbidden(min_gen_len, tuple(eos_ids), never), stops))
+            engine = self._engine(sizes, (Forbidden(min_gen_len, tuple(eos_ids), textless), stops))
             engine.start(prompt_ids, noise, temperature or 1.0)
             with phase("sampling", count, "responses") as bar:
                 while engine.waiting or engine.live:
@@ -174,7 +174,7 @@ class Engine:
         self.graphs = graphs
         self.device = model.device
         self.forbidden, stops = ends
-        self.eos = send(torch.tensor(self.forbidden.ids), self.device)
+        self.eos = send(torch.tensor(self.forbidden.end_ids), self.device)
         self.stop_table = send(stops.table, self.device) if stops else None
         zeros = self.eos.new_zeros  # ids, on the device
         # begun: how much of a stop string the text ends with, a state of ``StopStrings``. done: 0 while the
@@ -303,7 +303,7 @@ class Engine:
             known, ids = self.stop_table.shape
             found = self.stop_table[begun, token.clamp(max=ids - 1)]
             begun.copy_(found % known)
-            done |= ((found >= known) & (count >= self.forbidden.least) & going_on) * 2
+            done |= ((found >= known) & (count >= self.forbidden.min_gen_len) & going_on) * 2
 
     def _logits(self, states):
         """[n, H] -> [n, V], on a GPU in fp32: rounded to bf16, logits of 16 to 32 would be 0.125 apart"""

@@ -24,6 +24,10 @@ from trainer.compute.kernels import kernels_for
 from trainer.compute.precision import onednn_takes_bf16
 from trainer.compute.scoring import pack_sequences
 
+# On a CPU in fp32, weights of at least so many numbers lie in panels: smaller ones stay in its caches, and
+# torch multiplies them faster
+PANELS_FROM = 1 << 18
+
 
 class JoinedLinear(nn.Module):
     """Linear layers with the same input, computed as one, from a copy of their weights and biases.
@@ -38,7 +42,8 @@ class JoinedLinear(nn.Module):
         like = weights[0]
         self.sizes = [len(x) for x in weights]
         shape = sum(self.sizes), like.shape[1]
-        self.kernels: Any = kernels_for(like) if on_cpu and like.dtype == torch.float32 else None
+        large = on_cpu and shape[0] * shape[1] >= PANELS_FROM
+        self.kernels: Any = kernels_for(like) if large and like.dtype == torch.float32 else None
         self.is_blocked = on_cpu and like.dtype == torch.bfloat16 and onednn_takes_bf16()
         if self.kernels is not None:
             self.weight = like.new_zeros(self.kernels.packed_shape(*shape))

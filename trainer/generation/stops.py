@@ -1,4 +1,4 @@
-"""What ends a response while it is decoded (the stopping criteria): ``Endings``, made from the flags.
+"""What ends a response while it is decoded (EOS, stop strings, length): ``Endings``, made from the flags.
 
 - An EOS, any id of ``Endings.eos``: of the tokenizer, the model, ``--stop_token_ids`` and special tokens
 given to ``--stop``; ``finished`` is True. It is a token of the response.
@@ -31,28 +31,28 @@ BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # i
 
 
 class Forbidden(NamedTuple):
-    """What a response may not have: the ids of ``never``, and the ends ``ids`` among its first least - 1
-    tokens (``--min_gen_len``). There their logits are -inf, as after a logits processor of transformers.
+    """What a response may not have: the ids of ``textless``, and ``end_ids`` among its first min_gen_len - 1
+    tokens. There their logits are -inf, as after a logits processor of transformers.
 
     The sampler and every scorer (actor, old actor, reference) do the same, so the policy that is sampled is
     the one that is scored. Its other tokens share the probability, in entropy and KL too.
     """
 
-    least: int
-    ids: tuple[int, ...]
-    never: tuple[tuple[int, int], ...] = ()  # of ``without_text``
+    min_gen_len: int
+    end_ids: tuple[int, ...]
+    textless: tuple[tuple[int, int], ...] = ()  # of ``without_text``
 
     def __bool__(self) -> bool:
         """Whether there are such tokens. A response has at least one token."""
-        return self.least > 1 or bool(self.never)
+        return self.min_gen_len > 1 or bool(self.textless)
 
     def forbid_(self, logits: Tensor, places: Tensor) -> None:
         """Make logits [n, V] -inf, in place. places [n]: the number of the predicted token in its response,
         from 0 on. A GPU is not waited for."""
-        for first, behind in self.never:
+        for first, behind in self.textless:
             logits[:, first:behind].fill_(-torch.inf)
-        early = places < self.least - 1
-        for i in self.ids if self.least > 1 else ():
+        early = places < self.min_gen_len - 1
+        for i in self.end_ids if self.min_gen_len > 1 else ():
             if 0 <= i < logits.shape[1]:  # a generation config may name ids that no model has
                 logits[:, i].masked_fill_(early, -torch.inf)
 
@@ -114,10 +114,10 @@ class StopStrings:
         ids = self.tokenizer.get_vocab()
         found = [b""] * (max(ids.values()) + 2)
         before = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
-        silent = with_roles(self.tokenizer)
+        skipped = role_ids(self.tokenizer)
         length = len(decode(self.tokenizer, before))
         for token, i in ids.items():
-            text = decode(self.tokenizer, [*before, i], silent)[length:]
+            text = decode(self.tokenizer, [*before, i], skipped)[length:]
             if HALF not in text:
                 found[i] = text.encode()
             elif token.startswith("<0x"):  # a single byte, as in Llama 2's tokenizer
@@ -155,16 +155,16 @@ def response_texts(
     return [response_text(ids, ended, tokenizer, stops) for ids, ended in rows]
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], silent: set[int] | None = None) -> str:
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], skipped: set[int] | None = None) -> str:
     """Token ids -> their text, without EOS, BOS, padding and others that have a role for the tokenizer. Other
-    special tokens, such as an [ANS] of the user's, are what the policy says. silent: ``with_roles``, for who
+    special tokens, such as an [ANS] of the user's, are what the policy says. skipped: ``role_ids``, for who
     decodes often."""
-    silent = with_roles(tokenizer) if silent is None else silent
-    ids = [i for i in ids if i not in silent]
+    skipped = skipped or role_ids(tokenizer)
+    ids = [i for i in ids if i not in skipped]
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def with_roles(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def role_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The ids of the special tokens that have a role for the tokenizer."""
     return {getattr(tokenizer, f"{role}_id") for role in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
 
@@ -190,8 +190,8 @@ def load_endings(args: Namespace, tokenizer: PreTrainedTokenizerBase, policy: Pr
     texts, ids = read_stops(args.stop, tokenizer, args.reasoning)
     ends = sorted({*eos_ids(tokenizer, policy), *args.stop_token_ids, *ids})
     stops = StopStrings(texts, tokenizer) if texts else None
-    never = without_text(tokenizer, len(policy.get_output_embeddings().weight), ends)
-    return Endings(ends, stops, Forbidden(args.min_gen_len, tuple(ends), never))
+    textless = without_text(tokenizer, len(policy.get_output_embeddings().weight), ends)
+    return Endings(ends, stops, Forbidden(args.min_gen_len, tuple(ends), textless))
 
 
 def keep_endings(endings: Endings, policy: PreTrainedModel) -> None:
@@ -211,7 +211,7 @@ def read_stops(
     texts = []
     ids = set()
     special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    roles = with_roles(tokenizer)
+    roles = role_ids(tokenizer)
     for written in given:
         text = written.replace("\\n", "\n").replace("\\t", "\t")
         if text in special:

@@ -42,7 +42,8 @@ class Ema(Option):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """In this block the model has the averaged weights, and this object keeps those that train."""
+        """In this block the model has the averaged weights, and this object holds the training weights
+        meanwhile."""
         self._exchange()
         try:
             yield

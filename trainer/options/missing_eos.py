@@ -1,4 +1,7 @@
-"""``--missing_eos_penalty``: what a response without an EOS loses, where it is not given.
+"""Chooses ``--missing_eos_penalty`` where the flag is not given; rewards/combine.py takes it off.
+
+A response without an EOS loses it in ``Reward.score_parts``. --mask_truncated, which leaves such a response
+out of the policy loss, acts in ``evaluate_tokens`` in train_ppo.py.
 
 The penalty has to follow the rewards. One that is large beside them teaches the policy to end, and little
 else: its gradient points the same way in every response. So the policy answers some prompts before step 1,

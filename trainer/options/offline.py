@@ -1,7 +1,7 @@
 """Offline PPO: logged answers take the place of sampled ones (``--offline_data_path``).
 
-The scores are those of the file. Nobody knows which policy wrote the answers: the reference counts as it, so
-the ratio is actor / reference. All the rest is as ever. It is the offline PPO of HALOs (Ethayarajh et al.
+The scores are those of the file. Nobody knows which policy wrote the answers: the reference is taken for it,
+so the ratio is actor / reference. All the rest is as ever. It is the offline PPO of HALOs (Ethayarajh et al.
 2024, arXiv:2402.01306). docs/ppo.md, "Offline PPO".
 """
 

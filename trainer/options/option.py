@@ -1,4 +1,5 @@
-"""What an option of PPO may do in a step. An option is an object with its state and some of these hooks.
+"""What an option of PPO may do in a step. An option is an object with its state and some of these hooks:
+ema.py, kl_target.py, ptx.py, replay.py. The other files of this folder have no hooks.
 
 train_ppo.py calls the hooks of all options of a run, in the order of ``PpoRun.options`` (run.py). What a
 checkpoint keeps of an option: ``state_dict`` and ``load_state_dict``, as of torch's ``Stateful``.
@@ -12,7 +13,7 @@ class Option:
     """All hooks, each of which does nothing."""
 
     def add_replayed(self, batch: Batch) -> Batch:
-        """The new batch, scored by the reference -> the batch to learn from: older ones above the new one."""
+        """The new batch, scored by the reference -> the batch to learn from: its rows come last."""
         return batch
 
     def before_estimate(self, step: int, batch: Batch) -> None:

@@ -16,7 +16,7 @@ from trainer.compute.batch import Batch, join_batches
 from trainer.options.option import Option
 from trainer.runs.distributed import World
 
-# What is kept of a batch. All other fields are computed anew in each step.
+# What is kept of a batch. Other tensors are computed anew in each step; prompts, texts and parts are lost.
 FIELDS = (
     "tokens",
     "prompt_len",

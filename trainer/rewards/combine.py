@@ -1,16 +1,18 @@
-"""The reward of a response: its parts, normalised, clipped to ±3 and weighed; their plain sum is its score.
+"""The reward of a response: its parts, some normalised, clipped or weighed; their plain sum is its score.
 
     Request -> score_parts -> RawScores -> combine -> {part: [B], "score": their sum [B]}
 
 The parts: rules about the text (rules.py), reward models (reward_models.py), functions of the user's
-(reward_function.py), a reward server (reward_server.py). All of them read text, never the policy's tokens;
-reward models get messages as messages. Of a model that thinks, reward models and the repetition penalty see
-what follows ``</think>``; all others see the whole response. With ``--reasoning 1`` all see the whole.
+(reward_function.py), a reward server (reward_server.py). Reward models read messages, the others text. A
+function in TRL's form also gets token ids, and rules about the length get the number of tokens. Of a model
+that thinks, reward models and the repetition penalty see what follows ``</think>``; all others see the whole
+response. With ``--reasoning 1`` all see the whole.
 
 A reward model's score is clipped to ±``SCORE_LIMIT`` = ±3, after normalising it if ``--normalize_reward`` is
 on. If a response has an answer block, the whole response and the block are scored and clipped separately and
-then mixed: 0.4 whole + 0.6 block, as MiniMind does. The model's weight comes last. A server's scores are
-clipped too, but only with ``--normalize_reward``.
+then mixed: 0.4 whole + 0.6 block, as MiniMind does. The model's weight comes last. With
+``--normalize_reward`` a server's scores and those of several functions are normalised and clipped too. The
+scores of rules never are.
 
 Where to add a reward of one's own:
 
@@ -103,8 +105,8 @@ class RunningStats:
 
 @dataclass(eq=False)
 class Reward:
-    """All reward parts of a run. Call it with a ``Request``; it returns each part and their sum. Fields have
-    the names of the flags that they come from.
+    """All reward parts of a run. Call it with a ``Request``; it returns each part and their sum. Most fields
+    have the name of their flag.
 
     A call is ``score_parts`` followed by ``combine``. Training calls the two separately: ``score_parts`` may
     fail in one process, while ``combine`` exchanges statistics between all of them."""

@@ -62,7 +62,7 @@ class Run(ABC):
     loss_scale: LossScale
     progress: Progress
     total_steps: int  # batches
-    answers: int = 1  # responses to each record
+    responses_per_record: int = 1
     shard_group: ShardGroup | None = None  # with --shard 1
 
     folder: Path
@@ -75,13 +75,14 @@ class Run(ABC):
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """{file name: what a checkpoint has the weights of}: the models that train."""
+        """{file name: what a checkpoint has the weights of}: the models that train, and the old actor where
+        it is a model of its own (``PpoRun.modules``)."""
         return {name: train_state.model for name, train_state in self.train_states.items()}
 
     @property
     def batch_records(self) -> int:
         """The records of a batch, over all processes."""
-        return self.args.batch_size * self.world.size // self.answers
+        return self.args.batch_size * self.world.size // self.responses_per_record
 
     def count_steps(self) -> int:
         """The number of batches of the whole run."""

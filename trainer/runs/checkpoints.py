@@ -176,7 +176,7 @@ def newest_intact(found: list[Path]) -> tuple[Path | None, list[str]]:
 def load(path: Path, run: Run) -> None:
     """Load an undamaged checkpoint into a run. Raises InputError if it is of another model."""
     with as_input_error(f"--resume {path}: cannot be loaded"):
-        # Learning rates and coefficients come from the flags, as in a new run.
+        # Learning rates and AdamW's settings come from the flags, as in a new run.
         for name, tensors in _tensors(run):
             stored = load_file(path / f"{name}.safetensors")
             for key, x in tensors.items():

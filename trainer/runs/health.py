@@ -118,7 +118,7 @@ class History:
 
     def shown_by(self, conditions: Sequence[str]) -> tuple[int, float] | None:
         """For the first of these conditions that holds: the first step of those that show it, and its metric
-        at the start of the run, both of its first part."""
+        at the start of the run, both from the condition's first part."""
         for condition in conditions:
             parts = [self._part_shown_by(part) for part in condition.split(" and ")]
             if all(parts):
@@ -282,9 +282,7 @@ class History:
 
 
 class Rule(NamedTuple):
-    """A row of health.toml, which says what its fields mean. A finding, something that is unusual in a run
-    (level "look") or cannot be right ("wrong") since a step, is its row, with the numbers of the run in the
-    texts."""
+    """A row of health.toml, which says what its fields mean."""
 
     name: str
     symptom: str
@@ -299,10 +297,13 @@ class Rule(NamedTuple):
     step: int = 0
 
 
+# What is unusual in a run (level "look") or cannot be right ("wrong") since a step: the row, with the run's
+# numbers in its texts.
+Finding = Rule
 RULES = [Rule(name=name, **row) for name, row in TABLE["rules"].items()]
 
 
-def finding_of(rule: Rule, history: History, level: str, step: int, start: float) -> Rule:
+def finding_of(rule: Rule, history: History, level: str, step: int, start: float) -> Finding:
     """A row of which a condition holds -> the finding. step: the first that shows it; start: of the
     condition's metric."""
     newest = {name: values[-1] for name, values in history.values.items() if values}
@@ -346,13 +347,13 @@ class Health:
     """The findings of a run, step by step. args: config.json as a dict, or {}."""
 
     def __init__(self, args: Values) -> None:
-        self._found: dict[str, Rule] = {}  # by rule: the first one, or the first one that is "wrong"
+        self._found: dict[str, Finding] = {}  # by rule: the first one, or the first one that is "wrong"
         self.history = History(args)
         logged = args.get("offline_data_path")
         is_ppo = args.get("script") == "train_ppo.py"  # stages 1 and 2 have none of the metrics
         self._rules = [rule for rule in RULES if is_ppo and (rule.offline or not logged)]
 
-    def add(self, record: Values) -> list[Rule]:
+    def add(self, record: Values) -> list[Finding]:
         """Take in a line of metrics.jsonl -> the findings that begin with it, or become "wrong" with it."""
         self.history.add(record)
         begun = []
@@ -369,13 +370,13 @@ class Health:
         return [finding for finding in self.sorted if finding.name in begun]
 
     @property
-    def sorted(self) -> list[Rule]:
+    def sorted(self) -> list[Finding]:
         """All findings: those of before the first step, which may be the cause of others, then the wrong
         ones, then by step."""
         return sorted(self._found.values(), key=lambda f: (f.step > 0, f.level != WRONG, f.step))
 
 
-def one_line(finding: Rule) -> str:
+def one_line(finding: Finding) -> str:
     """A finding as one line, for the terminal."""
     return (
         f"{finding.level}, since step {finding.step}: {finding.symptom}. {', '.join(finding.numbers)}. "

@@ -46,13 +46,13 @@ class Metrics:
     def sums(self, names: Sequence[str], world: World) -> list[float]:
         """The sums of these metrics over all processes so far. Raises KeyError if nothing was added to one of
         them."""
-        return world.sum(together([self._totals[name][0] for name in names], world.device)).tolist()
+        return world.sum(stacked_fp64([self._totals[name][0] for name in names], world.device)).tolist()
 
     def means(self, world: World) -> dict[str, float]:
         """{name: mean over all processes}. All processes must call it and have added the same names in the
         same order. A sum of squares, as "<name>_mean_square" after the metric <name>, becomes "<name>_std",
         the population standard deviation."""
-        flat = together([x for pair in self._totals.values() for x in pair], world.device)
+        flat = stacked_fp64([x for pair in self._totals.values() for x in pair], world.device)
         means: dict[str, float] = {}
         for name, (total, count) in zip(self._totals, world.sum(flat).view(-1, 2).tolist(), strict=True):
             mean = total / count if count else math.nan  # such as of no response with a score
@@ -80,7 +80,7 @@ class Seconds(dict[str, float]):
 Loss = tuple[Tensor, Metrics]  # a micro-batch's share of a minibatch's loss, and what was measured with it
 
 
-def together(numbers: list[Number], device: torch.device) -> Tensor:
+def stacked_fp64(numbers: list[Number], device: torch.device) -> Tensor:
     """Numbers and tensors of one element -> fp64 [n] on its ``fp64_device``. The host waits for no GPU."""
     plain = torch.tensor([x for x in numbers if not isinstance(x, Tensor)], dtype=torch.float64)
     place = fp64_device(device)

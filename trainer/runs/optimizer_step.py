@@ -62,8 +62,8 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """The train state of one model: the model, its optimizer and its schedule. PPO has two (critic, actor),
-    stages 1 and 2 one."""
+    """The train state of one model: the model, its optimizer and its schedule. PPO has the actor's and, with
+    a critic, the critic's; stages 1 and 2 have one."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainer.runs.displays import Panel
-from trainer.runs.health import History, Rule
+from trainer.runs.health import Finding, History
 
 HERE = Path(__file__).parent  # of the style sheets
 
@@ -42,7 +42,7 @@ def draw_png(history: History, panels: tuple[Panel, ...], path: Path) -> None:
         figure.savefig(path)
 
 
-def draw_svgs(history: History, panels: tuple[Panel, ...], findings: list[Rule]) -> dict[str, str]:
+def draw_svgs(history: History, panels: tuple[Panel, ...], findings: list[Finding]) -> dict[str, str]:
     """The plots of report.html -> {title: SVG} of those panels that this run has numbers for. A dashed
     line is the step at which a finding begins."""
     svgs = {}

@@ -1,9 +1,10 @@
 """The folder of a run: where a killed run starts again, and the check that it is the same run.
 
-What a run writes: README.md. ``--resume auto`` or ``--resume PATH`` picks the run
-folder and its newest undamaged checkpoint (checkpoints.py), or the one that PATH names. Training continues
-with the next batch; the log files are cut back to its step (run_logger.py), later checkpoints are deleted. A
-flag that would change the result is refused by name; files are compared by what they hold.
+What a run writes: README.md. ``--resume auto`` or ``--resume PATH`` picks the run folder and its newest
+undamaged checkpoint (checkpoints.py), or the one that PATH names. Training continues with the next batch; the
+log files are cut back to its step (run_logger.py), later checkpoints are deleted. A flag that would change
+the result is refused by name: each without ``may_change`` where it is declared (train_ppo.py ``flag_parser``,
+flags.py); files are compared by what they hold.
 """
 
 import json

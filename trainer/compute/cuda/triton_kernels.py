@@ -265,7 +265,7 @@ def _first_beyond(weights, target, indices, none):
 
 
 # The states of slots are parts of one tensor, whose alignment depends on the number of slots: without this
-# Triton would compile the kernel once more in the middle of a rollout.
+# Triton would compile the kernel once more while a run samples.
 @triton.jit(do_not_specialize_on_alignment=["row", "token", "count", "done"])
 def sample_and_store(
     logits, size, scale, noise, row, token, count, done, ends, ends_count, limit,
