@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from errors import as_input_error
 from model.critic import CriticModel
-from model.loading import as_input_error, embeddings, is_moe, quiet
+from model.loading import embeddings, is_moe, quiet
 from trainer.compute.attention import ATTENTION
 from trainer.compute.batch import Batch
 from trainer.compute.batching import Beginnings, Layout, pad_right, tokens_per_forward

@@ -159,7 +159,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], skipped: set[int]
     """Token ids -> their text, without EOS, BOS, padding and others that have a role for the tokenizer. Other
     special tokens, such as an [ANS] of the user's, are what the policy says. skipped: ``role_ids``, for who
     decodes often."""
-    skipped = skipped or role_ids(tokenizer)
+    skipped = role_ids(tokenizer) if skipped is None else skipped
     ids = [i for i in ids if i not in skipped]
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 

@@ -28,9 +28,8 @@ from transformers import (
 
 from dataset.chat_template import PLAIN, bos_and_eos, conversation_ids, pair_ids
 from dataset.formats import AnyPrompt, Exchange, to_messages, whole_answer
-from errors import InputError
+from errors import InputError, as_input_error
 from model.loading import (
-    as_input_error,
     check_tokenizer,
     is_from_outside,
     load_config,
