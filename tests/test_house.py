@@ -13,6 +13,7 @@ model
 dataset
 trainer.compute
 trainer.generation trainer.rewards trainer.runs
+trainer.environments
 trainer.advantages
 trainer.losses trainer.rollout
 trainer.options
