@@ -19,7 +19,6 @@ from tiny_templates import (
 )
 
 from dataset.chat_template import encode, prompt_text, render, set_template
-from dataset.demo.make_data import build_tokenizer
 from dataset.formats import TurnText
 from trainer.environments.observations import QUESTION, Observer
 from trainer.generation.stops import Endings, Forbidden, StopStrings
@@ -47,11 +46,6 @@ FAMILIES = {  # name: (template, its special tokens, the roles of observations, 
     "bare": ("Q: {prompt}\\nA:", ("<|endoftext|>",), ["user"], {}),
 }
 CASES = [(name, role) for name, (_, _, roles, _) in FAMILIES.items() for role in roles]
-
-
-@pytest.fixture(scope="module")
-def chat():
-    return build_tokenizer(["user assistant system", "What is two plus three?", "2 + 3 = 5"])
 
 
 def family(chat, name):

@@ -15,7 +15,6 @@ One budget, ``--max_gen_len``, is for turns and observations together. A respons
 A tool's exception is its result. That of ``reset``, ``step`` or ``get_reward`` ends the run.
 """
 
-import json
 import os
 import traceback
 from argparse import Namespace
@@ -38,8 +37,9 @@ from trainer.compute.batching import Device, pad_right, send
 from trainer.environments.environment import Environments, Episode
 from trainer.environments.observations import Observer
 from trainer.environments.running import Hung, run_all
-from trainer.environments.tool_calls import BadCall, Call, read_turn
+from trainer.environments.tool_calls import BadCall, Call, error_result, read_turn
 from trainer.generation.stops import Endings, decode, response_text
+from trainer.user_code import described
 
 SEED_BITS = 31  # of the seed that reset gets: numpy takes 32, and some games take no more
 T = TypeVar("T")
@@ -204,16 +204,18 @@ class MultiTurn:
         if self.environments.is_text_game:
             talk.messages.append(assistant(talk.text))
             return partial(talk.episode.step, talk.text)
+        tools = self._tools(talk.prompt)
         # With a stop string, which may be the end of a call.
         said = decode(self.tokenizer, ids[:-1] if ids[-1] in self.endings.eos else ids)
-        turn = read_turn(self.tokenizer, said)
-        good = [call for call in turn.calls if isinstance(call, Call)]
-        if turn.calls and len(good) == len(turn.calls):
-            talk.messages.append(assistant(turn.content, turn.thought, good))
-        else:
+        before = decode(self.tokenizer, talk.context[: -len(ids)])
+        turn = read_turn(self.tokenizer, said, before, tools)
+        if not turn.calls:
             talk.messages.append(assistant(talk.text))
+            return None
+        good = [call for call in turn.calls if isinstance(call, Call)]
+        talk.messages.append(assistant(turn.content, turn.thought, good))
         talk.calls += len(turn.calls)
-        return partial(run_calls, talk.episode, turn.calls) if turn.calls else None
+        return partial(run_calls, talk.episode, turn.calls)
 
     def _take(self, talk, result):
         """Put what the environment has answered behind a turn."""
@@ -321,32 +323,19 @@ def run_calls(episode: Episode, calls: Sequence[Call | BadCall]) -> list[Result]
     results = []
     for call in calls:
         message = {"role": "tool", "content": ""}
-        failed = False
+        error: BadCall | BaseException | None = None
         if isinstance(call, BadCall):
-            message["content"] = as_error(call.error)
-            failed = True
+            error = call
         else:
             message["name"] = call.name
             try:
                 message["content"] = episode.call(call.name, call.arguments)
-            except BaseException as error:  # the user's code may raise anything
-                message["content"] = as_error(described(error))
-                failed = True
-        results.append(Result(message, failed))
+            except Exception as raised:
+                error = raised
+        if error:
+            message["content"] = error_result(error)
+        results.append(Result(message, bool(error)))
     return results
-
-
-def as_error(reason: str) -> str:
-    """The result of a call that failed."""
-    return json.dumps({"error": reason}, ensure_ascii=False)
-
-
-def described(error: BaseException) -> str:
-    """An exception in one line. Its own text may fail."""
-    try:
-        return " ".join(f"{type(error).__name__}: {error}".split())
-    except Exception:
-        return type(error).__name__
 
 
 def environment_error(method: str, error: Exception, prompt: Prompt) -> InputError:

@@ -1,4 +1,4 @@
-"""Observations as tokens: what the chat template writes behind a sampled turn, up to where the next one begins.
+"""Observations as tokens: what the chat template writes between two turns of a response.
 
 Sampled tokens are kept and never rendered again. The template renders a conversation in which ``TURN`` stands
 for the sampled turn. What comes behind ``TURN`` is tokenised alone: the marks that end the turn, the results
