@@ -11,8 +11,8 @@ errors
 atomic_files progress_bar
 model
 dataset
-trainer.compute
-trainer.generation trainer.rewards trainer.runs
+trainer.compute trainer.user_code
+trainer.environments trainer.generation trainer.rewards trainer.runs
 trainer.advantages
 trainer.losses trainer.rollout
 trainer.options
