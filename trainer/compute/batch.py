@@ -189,7 +189,7 @@ class Batch:
 
     def lists(self) -> dict[str, list]:
         """-> {name: a list with an item for each row} of the fields that are filled"""
-        found = {"prompts": self.prompts, "texts": self.texts, "dialogues": self.dialogues}
+        found: dict[str, list] = {"prompts": self.prompts, "texts": self.texts, "dialogues": self.dialogues}
         return {name: items for name, items in found.items() if items}
 
 
