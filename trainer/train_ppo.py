@@ -132,7 +132,7 @@ def flag_parser() -> FlagParser:
         [],
         "functions that the policy may call: path.py:f,g …",
         type=path,
-        not_with={"env": "the methods of that class are the tools"},
+        not_with=LOGGED | {"env": "the methods of that class are the tools"},
     )
     add_sampled("--max_turns", 8, "turns of a response, with --env or --tools", at_least=1, off=8)
     p.group("PPO")
