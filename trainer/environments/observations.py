@@ -30,6 +30,7 @@ from trainer.generation.stops import Endings
 
 TURN = 2 * MARK  # in the place of a sampled turn
 QUESTION = to_messages("question")  # in the place of what stands before it
+CHARACTERS = 8  # that a token may have before a text is tokenised as a whole, and not only its beginning
 BEHIND = "."  # a context for ``encode``: a text begins behind another one
 OTHER = "give another --prompt_template"
 
@@ -102,8 +103,12 @@ class Observer:
     def _ends(self):
         return " ".join(self.tokenizer.convert_ids_to_tokens(self.endings.eos))
 
-    def ids(self, last: int, observations: Messages, tools: Tools, **switches: Any) -> Ids:
-        """The ids behind a turn that has ended. last: its last id; the others: as in ``behind_turn``."""
+    def ids(self, last: int, observations: Messages, tools: Tools, room: int, **switches: Any) -> Ids:
+        """The ids behind a turn that has ended; only their beginning where they are far more than ``room``.
+        last: the last id of the turn; the others: as in ``behind_turn``."""
         text = behind_turn(self.tokenizer, QUESTION, observations, tools, **switches)
-        (ids,) = encode(self.tokenizer, [text], BEHIND)
+        enough = 2 * max(room, 256)  # the last tokens of a part may be others than those of the whole
+        (ids,) = encode(self.tokenizer, [text[: CHARACTERS * enough]], BEHIND)
+        if len(ids) <= enough and len(text) > CHARACTERS * enough:
+            (ids,) = encode(self.tokenizer, [text], BEHIND)
         return ids[self.end_len :] if last in self.endings.eos else ids
