@@ -207,6 +207,30 @@ def test_calls_of_a_turn_and_their_results(make):
     assert talk.turn_ends == ends[::2]
 
 
+def test_each_response_has_its_own_score(make):
+    turns = make(TOOLS, QWEN)
+    talks = begin(turns, *[prompt_of(turns)] * 3)
+    say(turns, talks, *(call("add", a=n, b=1) * n or "No." for n in range(3)))
+    assert [talk.over for talk in talks] == [True, False, False]
+    assert turns.scores(talks) == [None, 2.0, 4.0]
+    assert [talk.calls for talk in talks] == [0, 1, 2]
+
+
+def test_functions_are_tools_without_a_class(make, tmp_path):
+    turns = make(TOOLS, QWEN)
+    source = (
+        'def add(a: int, b: int) -> int:\n    """Add.\n\n    Args:\n        a: One.\n        b: Another.\n'
+    )
+    (tmp_path / "tools.py").write_text(source + '    """\n    return a + b\n')
+    turns.environments = load_environments("", [f"{tmp_path / 'tools.py'}:add"])
+    (talk,) = begin(turns)
+    say(turns, [talk], call("add", a=1, b=2))
+    say(turns, [talk], "3")
+    assert [message["content"] for message in talk.messages[1:]] == ["3", "3"]
+    (dialogue,) = turns.as_batch([talk], "cpu").dialogues
+    assert (dialogue.score, dialogue.environment, dialogue.calls) == (None, None, 1)
+
+
 def test_no_call_ends_a_response_and_get_reward_may_say_nothing(make):
     turns = make(TOOLS, QWEN)
     (talk,) = begin(turns)

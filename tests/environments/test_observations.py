@@ -152,24 +152,41 @@ def test_what_cannot_go_on_is_refused_in_one_line(chat):
         tools = [TOOL] if role == "tool" else []
         return tiny.refused(says, observer_of(tokenizer, role).check, prompt, tools)
 
-    assert "--prompt_template" in refused("no chat template", None)
-    assert "--prompt_template" in refused("does not show tools", ALL, "tool")
+    assert "--prompt_template" in refused("^--env: the tokenizer has no chat template", None)
+    assert "--prompt_template" in refused("^--tools, --env: .*does not show tools", ALL, "tool")
     assert "--prompt_template" in refused("rewrites what stands before", REWRITES)
     assert "--prompt_template" in refused("equal turns in different ways", NUMBERS)
     assert "--prompt_template" in refused("leaves out calls or results", LEAVES_OUT, "tool")
-    refused(
-        "the conversation: TemplateError: take turns",
-        None,
-        prompt=[SYSTEM, *PROMPT],
-        tokenizer=family(chat, "gemma")[0],
-    )
+    gemma, _ = family(chat, "gemma")
+    says = "the conversation: TemplateError: take turns"
+    refused(says, None, prompt=[SYSTEM, *PROMPT], tokenizer=gemma)
     bare, _ = family(chat, "bare")
     refused("does not show tools", None, "tool", tokenizer=bare)
-    refused(
-        "rewrites",
-        READS.replace("m.reasoning_content or ''", "messages | length"),
-        prompt=[*PROMPT, tiny.assistant("x"), *PROMPT],
+
+
+def test_a_switch_may_change_what_stands_before_or_rewrite_it(chat):
+    tokenizer = with_template(chat, "{{ 'Loud!' if loud }}{{ messages | length if counts }}" + ALL)
+    observer = observer_of(tokenizer, "user")
+    observer.check(PROMPT, [])
+    observer.check(PROMPT, [], loud=True)
+    tiny.refused("rewrites what stands before", observer.check, PROMPT, [], counts=True)
+
+
+def test_the_header_of_an_observation_may_be_the_end_of_a_turn(chat):
+    """GLM writes nothing behind a turn; the policy ends it with the name of who speaks next."""
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{% if tools %}{% endif %}"
     )
+    template += "{{ '<|assistant|>' if add_generation_prompt }}"
+    names = ["<|assistant|>", "<|user|>", "<|tool|>"]
+    tokenizer = with_tokens(chat, template, "<|endoftext|>", *names)
+    ends = tokenizer.convert_tokens_to_ids(names[1:])
+    for end, role in zip(ends, ("user", "tool"), strict=True):
+        observer = observer_of(tokenizer, role, eos=ends)
+        tools = [TOOL] if role == "tool" else []
+        observer.check(PROMPT, tools)
+        ids = observer.ids(end, [observer.observation("5")], tools, ROOM)
+        assert tokenizer.decode(ids) == "5<|assistant|>"
 
 
 def test_a_template_that_ends_no_turn_needs_a_stop_string(chat):
@@ -223,8 +240,10 @@ def test_of_a_megabyte_only_the_beginning_is_tokenised(chat):
     def ids_of_a(text, room):
         return observer.ids(tokenizer.eos_token_id, [observer.observation(text)], [TOOL], room)
 
-    for text in ("two plus " * 20, "9" * 3000, "9" * 30_000, " " * 30_000, "two plus " * 4000):
-        found = ids_of_a(text, 300)
+    words = " assistant" * 900  # a token each
+    long = (words, "9" * 30_000, " " * 30_000, "two plus " * 4000)
+    for text, room in (("two plus " * 20, 300), ("9" * 5000, 6000), *((text, 300) for text in long)):
+        found = ids_of_a(text, room)
         whole = ids_of_a(text, 10**6)
-        assert found == whole if len(whole) < 300 else len(found) > 300
-        assert found[:-30] == whole[: len(found) - 30] and len(found) <= 8 * 2 * 300
+        assert found == whole if len(whole) < room or text == words else len(found) > room
+        assert found[:-30] == whole[: len(found) - 30] and len(found) <= 8 * 2 * max(room, 256)
