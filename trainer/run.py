@@ -30,7 +30,7 @@ from trainer.compute.sharding import ShardGroup
 from trainer.evaluation import Evaluation
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
-from trainer.generation.stops import keep_endings, load_endings
+from trainer.generation.stops import decode, keep_endings, load_endings
 from trainer.inputs import (
     Prompts,
     accuracy_note,
@@ -255,7 +255,7 @@ class PpoRun(Run):
         self.responses_per_record = args.num_generations
         self.total_steps = self.count_steps()
         choose_warmup(args, self.total_steps)
-        known = run_values(0, self.total_steps, data, self.held_out)  # that functions may ask for
+        known = self.run_values(0)
         # The evaluation reward never trains. Logged answers come with their scores.
         self.reward = Reward()
         if not args.offline_data_path:
@@ -351,17 +351,26 @@ class PpoRun(Run):
 
     # ------------------------------------------------------------------------------- what it is asked for
 
+    def run_values(self, step: int) -> dict[str, object]:
+        """What reward functions may ask for besides the fields of the records (``run_values``)."""
+        of_turns = ["messages"] if self.args.env or self.args.tools else []
+        of_turns += ["environments"] if self.args.env else []
+        return run_values(step, self.total_steps, self.data, self.held_out, of_turns=of_turns)
+
     def request_scores(self, reward: Reward, batch: Batch) -> RawScores:
         """What each part of a reward (``Reward`` or ``EvalReward``) says of a batch's responses, before it is
         normalised, clipped and weighed. Raises InputError where one fails."""
         prompts = with_sampled_space(batch, self.tokenizer) if reward.server else batch.prompts
+        ids = batch.responses()
         request = Request(
             prompts,
             batch.texts,
             batch.finished.tolist(),
-            batch.layout.response_len,
-            batch.responses(),
-            run_values(self.progress.step, self.total_steps, self.data, self.held_out),
+            lengths=batch.lengths.tolist(),
+            ids=ids,
+            run_values=self.run_values(self.progress.step),
+            dialogues=batch.dialogues,
+            whole_texts=[decode(self.tokenizer, x) for x in ids] if batch.dialogues else (),
         )
         with self.models.host.on_device(*modules_of(reward)):
             return reward.score_parts(request)
@@ -449,7 +458,7 @@ class PpoRun(Run):
         they make of them, nobody knows."""
         reward = self.reward
         answered = not self.args.offline_data_path and self.data.with_answer
-        parts = []
+        parts = ["environment"] if reward.environment else []  # whose ``reset`` gets the fields
         functions = [function for function, _ in reward.functions.values()]
         if functions and (answered or any(fields_read(f, self.data.columns) for f in functions)):
             parts.append("function")
