@@ -380,7 +380,7 @@ def reward_tokens(args: Namespace, batch: Batch, kl_coef: float) -> None:
     batch.rewards = advantages.token_rewards(
         batch.scores, batch.response_len, batch.action_mask, kl_penalty=penalty, steps=batch.step_rewards
     )
-    batch.mc_returns = advantages.discounted_sums(batch.rewards, args.gamma)
+    batch.mc_returns = advantages.discounted_sums(batch.rewards, args.gamma, batch.action_order)
 
 
 def estimate(
@@ -394,11 +394,12 @@ def estimate(
     """
     rewards = batch.rewards
     mask = batch.action_mask
+    order = batch.action_order
     group_size = args.num_generations
     if args.advantage == "gae":
-        unwhitened, _ = advantages.gae(rewards, batch.values, mask, args.gamma, args.lam)
+        unwhitened, _ = advantages.gae(rewards, batch.values, mask, args.gamma, args.lam, order)
         # The critic's returns have a lambda of their own.
-        _, batch.returns = advantages.gae(rewards, batch.values, mask, args.gamma, args.critic_lam)
+        _, batch.returns = advantages.gae(rewards, batch.values, mask, args.gamma, args.critic_lam, order)
         unwhitened, std = advantages.centred(unwhitened, mask, world.sum)
     elif args.advantage == "reinforce":
         unwhitened, std = advantages.centred(batch.mc_returns, mask, world.sum)
