@@ -455,10 +455,10 @@ class PpoRun(Run):
 
     def answers_go_to(self) -> str:
         """The parts of the reward that get the records' answers, or other fields of theirs; "" for none. What
-        they make of them, nobody knows."""
+        they make of them, nobody knows: the class of --env least."""
         reward = self.reward
         answered = not self.args.offline_data_path and self.data.with_answer
-        parts = ["environment"] if reward.environment else []  # whose ``reset`` gets the fields
+        parts = ["environment"] if reward.environment else []
         functions = [function for function, _ in reward.functions.values()]
         if functions and (answered or any(fields_read(f, self.data.columns) for f in functions)):
             parts.append("function")
