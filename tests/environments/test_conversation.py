@@ -9,7 +9,7 @@ import torch
 from tiny_templates import ALL, MINIMIND3, QWEN, with_template
 
 from dataset.chat_template import conversation_text, encode, mark_special, prompt_text, render, unmark
-from dataset.formats import TurnText, as_exchange, as_openai, to_messages
+from dataset.formats import TurnText, plain_messages, to_messages
 from dataset.lm_dataset import Prompt
 from trainer.compute.batch import new_batch
 from trainer.compute.batching import pad_right
@@ -17,6 +17,7 @@ from trainer.environments.conversation import MultiTurn, OpenedPrompt
 from trainer.environments.environment import load_environments
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import Endings, Forbidden, StopStrings
+from trainer.rewards.reward_function import Request
 
 GAME = """
 class Game:
@@ -187,7 +188,7 @@ def test_calls_of_a_turn_and_their_results(make):
     answers = [message["content"] for message in found[3:]]
     assert answers[4] == "4" and "no luck" in answers[1] and "fly" in answers[2] and "b" in answers[3]
     assert all("error" in json.loads(answer) for answer in answers[:4])
-    assert as_openai([first, last]) == [
+    assert plain_messages([first, last]) == [
         tiny.assistant(
             "So:",
             tool_calls=[
@@ -454,13 +455,11 @@ def test_a_reward_model_reads_the_whole_conversation(make):
     )
     say(turns, [talk], f"is\n{call('add', a=1, b=1)}")
     say(turns, [talk], "It is 2.")
-    exchange = as_exchange(talk.prompt.prompt, talk.messages)
+    batch = turns.as_batch([talk], "cpu")
+    (exchange,) = Request(batch.prompts, batch.texts, dialogues=batch.dialogues).exchanges
     text = unmark(conversation_text(turns.tokenizer, *exchange))
     sampled = turns.tokenizer.decode(talk.context)
     assert sampled.endswith("It is 2.<|im_end|>")
     asked = unmark(render(turns.tokenizer, to_messages("Two?"), generate=True))
     shown = talk.prompt.text.index("<|im_start|>user")  # behind the list of tools
     assert text == sampled[shown:] + "\n" and text.startswith(f"{asked}It is\n<tool_call>")
-    (short,) = begin(turns)
-    say(turns, [short], "4")
-    assert as_exchange("What is two?", short.messages) == ("What is two?", "4")
