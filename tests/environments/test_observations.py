@@ -143,6 +143,7 @@ def test_a_tag_of_results_is_written_once(chat):
 
 REWRITES = ALL.replace("{% for m in messages %}", "{{ messages | length }}{% for m in messages %}")
 NUMBERS = ALL.replace("m.role + '\\n'", "m.role + (loop.index | string if m.role == 'user' else '') + '\\n'")
+SILENT = ALL.replace("m.content", "(m.content if m.role == 'user' else '')")
 LEAVES_OUT = QWEN.replace("'\\n<tool_response>\\n' + m.content", "'\\n<tool_response>\\n'")
 
 
@@ -155,6 +156,7 @@ def test_what_cannot_go_on_is_refused_in_one_line(chat):
     assert "--prompt_template" in refused("^--env: the tokenizer has no chat template", None)
     assert "--prompt_template" in refused("^--tools, --env: .*does not show tools", ALL, "tool")
     assert "--prompt_template" in refused("rewrites what stands before", REWRITES)
+    assert "--prompt_template" in refused("rewrites what stands before", SILENT)
     assert "--prompt_template" in refused("equal turns in different ways", NUMBERS)
     assert "--prompt_template" in refused("leaves out calls or results", LEAVES_OUT, "tool")
     gemma, _ = family(chat, "gemma")
