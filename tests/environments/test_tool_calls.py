@@ -1,7 +1,6 @@
 """The calls in a turn's text: each form, and all that a model can write instead."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from tiny import word_tokenizer
@@ -206,7 +205,3 @@ def test_calls_are_not_read_slowly():
     """A turn of a thousand broken calls."""
     assert len(read("<tool_call>{" * 1000).calls) == 1
     assert len(read(tagged("{") * 1000).calls) == 1000
-
-
-def test_a_tokenizer_is_asked_for_nothing_else():
-    assert read_turn(SimpleNamespace(response_template=None), tagged(ADD)).calls == [CALL]
