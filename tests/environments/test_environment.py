@@ -1,10 +1,12 @@
 """Environments and tools of the user's: what is a tool, what reset gets, what methods return and raise."""
 
 import json
+import random
 import threading
 from functools import partial
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from tiny import refused
@@ -255,6 +257,9 @@ def test_hostile_tools_end_nothing(file):
         result, count = run_all(jobs, 0.3, [episode.worker for episode in episodes])
         assert json.loads(error_result(result))["error"].startswith(says), line
         assert count.isdigit()
+    environments = load_environments("", f"{tool_file(file, 'raise SystemExit')}:f")
+    with pytest.raises(RuntimeError, match="SystemExit"):  # for who runs several calls in one job
+        begun(environments).call("f", {})
     environments = load_environments("", f"{tool_file(file, 'return chr(120) * 10**6')}:f")
     assert begun(environments).call("f", {}) == "x" * 10**6
 
@@ -362,6 +367,23 @@ def test_an_error_of_reset_and_of_get_reward_has_its_place(file):
     body += "def get_reward(self):\n    return 0"
     environments = of_class(file, body)
     refused(r"^--env: AssertionError at .*game\.py:5; correct", environments.begin(RECORD, 0).reset)
+
+
+def test_what_an_environment_draws_depends_on_its_seed_alone(file):
+    """TRL's classes use the global generators."""
+    path = file(
+        "import random, numpy\nclass Game:\n    def draw(self) -> list:\n        'Draw.'\n"
+        "        return [random.random(), float(numpy.random.rand())]\n"
+        "    def reset(self):\n        self.number = random.random()\n"
+    )
+    environments = load_environments(f"{path}:Game", "")
+    before = random.getstate()[1], numpy.random.get_state()[1].tolist()
+    one, same, other = (begun(environments, seed=seed) for seed in (1, 1, 2))
+    first = [one.call("draw", {}), one.call("draw", {})]
+    assert len({one.environment.number, other.environment.number, *first, other.call("draw", {})}) == 5
+    assert one.environment.number == same.environment.number
+    assert first == [same.call("draw", {}), same.call("draw", {})]
+    assert before == (random.getstate()[1], numpy.random.get_state()[1].tolist())
 
 
 # ---------------------------------------------------------------- rewards
