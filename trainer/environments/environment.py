@@ -217,7 +217,7 @@ def load_environments(env: str, tools: str | Sequence[str], modules: Modules | N
     if is_text_game and schemas:
         raise InputError(f"--tools: {env} has a step, as a text game, which has no tools; leave out --tools")
     has_reward = is_text_game or callable(getattr(probe, "get_reward", None))
-    if not schemas and not has_reward:
+    if not schemas and not has_reward and reset is None:
         raise InputError(
             f"--env {env}: {type(probe).__name__} has no public method: each tool is one, with a docstring "
             "and types, and a text game has step(self, text)"
