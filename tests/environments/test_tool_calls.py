@@ -47,6 +47,7 @@ TURNS = [  # (text, content, calls, thought)
     (f"I call {tagged(ADD)}", "I call", [CALL], ""),
     (f"the prompt opened it</think>{tagged(ADD)}", "", [CALL], "the prompt opened it"),
     ("<think>\n\n</think>\n\nYes", "Yes", [], ""),
+    (f"a</think>b</think>{tagged(ADD)}", "b", [CALL], "a"),
 ]
 
 
@@ -167,24 +168,33 @@ def test_a_tokenizer_with_a_response_template_reads_its_own_format():
     assert broken.content == "So <<add {>>"
     assert broken.calls[0].error.startswith("a call cannot be read: ")
     assert read("<<add [1]>>").calls == [BadCall('"arguments" of add must be an object, {"name": value}')]
-    tokenizer.response_template = TEMPLATE | {
-        "fields": {
-            "tool_calls": {
-                "open_pattern": r"<<(?P<name>\w+) ",
-                "close": ">></s>",  # with the token that ends the turn
-                "content": "xml-inline",
-                "content_args": {"tag_pattern": r"(?P<key>\w+)=(?P<value>\w+)"},
-                "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
-            },
-            "content": {"content": "text"},
-        }
-    }
-    schema = {
-        "name": "add",
-        "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    }
-    assert read_turn(tokenizer, "<<add a=1 b=2>>", before, [{"function": schema}]) == Turn("", [CALL], "")
-    assert read("text") == Turn("text", [], "")
+
+
+def with_calls(**field):
+    """A tokenizer with another form of calls."""
+    tokenizer = word_tokenizer("ab")
+    transform = {"function": {"name": "{name}", "arguments": "{content}"}}
+    fields = {"tool_calls": {"transform": transform, **field}, "content": {"content": "text"}}
+    tokenizer.response_template = TEMPLATE | {"fields": fields}
+    return tokenizer
+
+
+def test_a_call_may_end_with_the_token_that_ends_the_turn_as_llamas():
+    opening = r'\{"name": "(?P<name>\w+)", "parameters": '
+    tokenizer = with_calls(open_pattern=opening, close="}</s>", content="json")
+    assert read_turn(tokenizer, '{"name": "add", "parameters": {"a": 1, "b": 2}}') == Turn("", [CALL], "")
+    assert read_turn(tokenizer, "text") == Turn("text", [], "")
+
+
+def test_arguments_that_are_texts_are_converted_by_the_schemas():
+    pattern = {"tag_pattern": r"(?P<key>\w+)=(?P<value>\w+)"}
+    tokenizer = with_calls(
+        open_pattern=r"<<(?P<name>\w+) ", close=">>", content="xml-inline", content_args=pattern
+    )
+    number = {"type": "integer"}
+    schema = {"name": "add", "parameters": {"properties": {"a": number, "b": number}}}
+    turn = read_turn(tokenizer, "<<add a=1 b=2>>", tools=[{"type": "function", "function": schema}])
+    assert turn == Turn("", [CALL], "")
 
 
 def test_any_text_is_read_without_an_error():
