@@ -245,7 +245,6 @@ def test_flags_that_were_refused_still_are():
         found.setdefault(other, set()).add(name)
     wanted = {"offline_data_path": OFFLINE, "advantage": WITHOUT_CRITIC, "shard": "ema_beta offload_frozen"}
     wanted |= {"policy_loss": "dual_clip offline_data_path", "chat_template_kwargs": "thinking_ratio"}
-    wanted |= {"env": "tools"}
     assert found == {other: set(names.split()) for other, names in wanted.items()}
     assert len(NEEDED) == 7
 

@@ -127,13 +127,7 @@ def flag_parser() -> FlagParser:
     add("--stop_token_ids", [], "ids that end a response as the EOS does", type=int)
     add("--temperature", 1.0, "of sampling and of every log-prob", at_least=0.01, at_most=100)
     add_sampled("--env", path, "several turns with a class of yours: path.py:Class; environments.md")
-    add_sampled(
-        "--tools",
-        [],
-        "functions that the policy may call: path.py:f,g …",
-        type=path,
-        not_with={"env": "the methods of that class are the tools"},
-    )
+    add_sampled("--tools", [], "functions that the policy may call: path.py:f,g …", type=path)
     add_sampled("--max_turns", 8, "turns of a response, with --env or --tools", at_least=1, off=8)
     p.group("PPO")
     add("--epochs", 1, "passes over the prompts", at_least=1)

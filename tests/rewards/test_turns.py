@@ -149,7 +149,7 @@ def test_trls_gets_whole_completions_all_ids_and_the_environments():
     assert [len(messages) for messages in seen["completions"]] == [3, 1, 3]
     assert [*map(len, seen["ids"])] == [12, 2, 7]
     assert scored(lambda **kwargs: [game.points for game in kwargs["environments"]], request) == [0, 1, 2]
-    tools = talks(environments=False)
+    tools = talks(environments=False, run_values={})
     assert scored(lambda completions, **kwargs: ["environments" in kwargs] * 3, tools) == [0] * 3
 
 
@@ -276,7 +276,8 @@ def test_a_run_asks_with_sampled_lengths_whole_texts_and_what_functions_may_ask_
     asked = []
     run = SimpleNamespace(
         tokenizer=tokenizer,
-        args=SimpleNamespace(env="", tools=["a.py:f"]),
+        args=SimpleNamespace(env=""),
+        environments="some tools",
         progress=SimpleNamespace(step=3),
         total_steps=12,
         data=SimpleNamespace(columns={}),
