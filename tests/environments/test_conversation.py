@@ -28,7 +28,7 @@ class Game:
     def step(self, text):
         self.heard.append(text)
         self.left -= 1
-        return f"heard {len(self.heard)}", 0.25, self.left == 0
+        return f"heard {len(self.heard)}", 0.25 * len(self.heard), self.left == 0
 """
 TOOLS = """
 import time
@@ -147,7 +147,7 @@ def test_a_game_token_by_token(make):
     rows = [[*two, end, *between[0], *two, *two, end, *between[1], end], [*ids_of("4"), end]]
     mask = [1, 1, *[0] * len(between[0]), 1, 1, 1, *[0] * len(between[1]), 1]
     logprobs = [-1, -2, *[0] * len(between[0]), -1, -2, -3, *[0] * len(between[1]), -1]
-    rewards = [0, 0.25, *[0] * len(between[0]), 0, 0, 0.25, *[0] * len(between[1]), 0.25]
+    rewards = [0, 0.25, *[0] * len(between[0]), 0, 0, 0.5, *[0] * len(between[1]), 0.75]
     width = len(mask)
     assert batch.responses() == rows
     assert batch.is_action.dtype == torch.bool
@@ -162,7 +162,7 @@ def test_a_game_token_by_token(make):
     long, short = batch.dialogues
     user, assistant = tiny.user, tiny.assistant
     assert long.messages == [assistant("2"), user("heard 1"), assistant("22"), user("heard 2"), assistant("")]
-    assert (long.score, long.turns, long.observation_tokens) == (0.75, 3, sum(map(len, between)))
+    assert (long.score, long.turns, long.observation_tokens) == (1.5, 3, sum(map(len, between)))
     assert (short.score, short.turns, short.observation_tokens, short.hung) == (0.25, 1, 0, False)
     assert short.messages == [assistant("4")] and short.environment is talks[1].episode.environment
 
@@ -187,6 +187,7 @@ def test_calls_of_a_turn_and_their_results(make):
     assert [message["role"] for message in found] == ["tool", "tool", "assistant", *["tool"] * 5]
     assert found[0] == {"role": "tool", "content": "3", "name": "add"}
     answers = [message["content"] for message in found[3:]]
+    assert [message["name"] for message in found[3:]] == ["unknown", "fail", "fly", "add", "add"]
     assert answers[4] == "4" and "no luck" in answers[1] and "fly" in answers[2] and "b" in answers[3]
     assert all("error" in json.loads(answer) for answer in answers[:4])
     assert plain_messages([first, last]) == [

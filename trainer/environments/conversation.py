@@ -33,7 +33,7 @@ from errors import InputError
 from trainer.compute.batch import Batch, Dialogue, new_batch
 from trainer.compute.batching import Device, pad_right, send
 from trainer.environments.environment import Environments, Episode
-from trainer.environments.observations import Observer
+from trainer.environments.observations import Observer, tool_message
 from trainer.environments.running import Hung, run_all
 from trainer.environments.tool_calls import BadCall, Call, error_result, read_turn
 from trainer.generation.stops import Endings, decode, response_text
@@ -279,13 +279,13 @@ class MultiTurn:
         batch = new_batch(
             [talk.prompt.prompt_ids for talk in talks],
             tokens,
-            padded([talk.logprobs for talk in talks], torch.float32, device),
+            padded([talk.logprobs for talk in talks], device),
             lengths,
             send(torch.tensor([talk.finished for talk in talks]), device),
         )
-        batch.is_action = padded([talk.is_action for talk in talks], torch.bool, device)
+        batch.is_action = padded([talk.is_action for talk in talks], device)
         if self.environments.is_text_game:
-            batch.turn_rewards = padded([rewards_by_token(talk) for talk in talks], torch.float32, device)
+            batch.turn_rewards = padded([rewards_by_token(talk) for talk in talks], device)
         batch.prompts = [talk.prompt for talk in talks]
         batch.texts = [talk.text for talk in talks]
         batch.dialogues = [
@@ -330,19 +330,14 @@ def run_calls(episode: Episode, calls: Sequence[Call | BadCall]) -> list[Result]
     """Run the calls of a turn, one after the other -> what each came to."""
     results = []
     for call in calls:
-        message = {"role": "tool", "content": ""}
-        error: BadCall | Exception | None = None
         if isinstance(call, BadCall):
-            error = call
-        else:
-            message["name"] = call.name
-            try:
-                message["content"] = episode.call(call.name, call.arguments)
-            except Exception as raised:
-                error = raised
-        if error:
-            message["content"] = error_result(error)
-        results.append(Result(message, bool(error)))
+            results.append(Result(tool_message(error_result(call)), failed=True))
+            continue
+        try:
+            message = tool_message(episode.call(call.name, call.arguments), call.name)
+            results.append(Result(message, failed=False))
+        except Exception as error:
+            results.append(Result(tool_message(error_result(error), call.name), failed=True))
     return results
 
 
@@ -360,6 +355,6 @@ def rewards_by_token(talk: Conversation) -> list[float]:
     return rewards
 
 
-def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: Device) -> Tensor:
-    """Lists of numbers -> [B, columns], padded with 0."""
-    return send(pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True), device)
+def padded(rows: Sequence[Sequence[float]], device: Device) -> Tensor:
+    """Lists of numbers, or of bools, -> [B, columns], padded with 0."""
+    return send(pad_sequence([torch.tensor(row) for row in rows], batch_first=True), device)
