@@ -163,10 +163,12 @@ def score(prompts, responses, answers):
 WORDS = list("abcdefgh")
 
 
-def run_files(folder, count=40, words=WORDS):
+def run_files(folder, count=40, words=WORDS, template=CHAT):
     """A policy of eight words, a reward model, a reward function and ``count`` prompts of different lengths,
     as flags. The penalty is given: to choose one, a run would call the function once more."""
+    folder.mkdir(exist_ok=True)
     tokenizer = word_tokenizer(words, chat=True)
+    tokenizer.chat_template = template
     (folder / "combine.py").write_text(FAULTY_REWARD)
     prompts = [{"prompt": " ".join(words[(n + i) % 8] for i in range(1 + n % 7))} for n in range(count)]
     return {
