@@ -9,7 +9,7 @@ import pickle
 import pytest
 import tiny
 
-from dataset.chat_template import conversation_text, unmark
+from dataset.chat_template import conversation_text, set_template_kwargs, unmark
 from dataset.formats import Keys, to_pair, to_prompt
 from dataset.lm_dataset import LoggedAnswers, PreferenceDataset, RLAIFDataset, SFTDataset
 
@@ -58,6 +58,25 @@ PHI = START + "{% if m.role in ('system', 'user', 'assistant') %}{{ '<|im_start|
 PHI += "{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
 PHI += (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
+)
+
+# MiniMind-3's writes a thought into each turn of the assistant's; Qwen3's into those behind the last question,
+# an empty one into the last turn only.
+THOUGHT = "{{ '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}"
+NO_THOUGHT = "{{ '<think>\\n\\n</think>\\n\\n' }}"
+SPEAKER = "{{ '<|im_start|>assistant\\n' + m.content }}"
+WITH_THOUGHT = "{{ '<|im_start|>assistant\\n' }}" + THOUGHT + "{{ m.content }}"
+MINIMIND = QWEN.replace(SPEAKER, WITH_THOUGHT).replace(
+    "{% endif %}{% endfor %}" + HEADER, "{% endif %}{% endfor %}"
+)
+MINIMIND += HEADER.replace("{% endif %}", NO_THOUGHT + "{% endif %}")
+IF_BEHIND = "{% if loop.index0 > n.asked and (loop.last or m.reasoning_content) %}"
+QWEN3 = "{% set n = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+QWEN3 += "{% set n.asked = loop.index0 %}{% endif %}{% endfor %}"
+QWEN3 += QWEN.replace(SPEAKER, WITH_THOUGHT.replace(THOUGHT, IF_BEHIND + THOUGHT + "{% endif %}"))
+QWEN3 = QWEN3.removesuffix(HEADER)
+QWEN3 += HEADER.replace(
+    "{% endif %}", "{% if enable_thinking is false %}" + NO_THOUGHT + "{% endif %}{% endif %}"
 )
 
 
@@ -202,6 +221,34 @@ def test_several_results_in_a_row_and_a_call_at_the_end(chat, jsonl):
     tiny.refused(says, SFTDataset, jsonl({"messages": two[:-1]}), tokenizer, 2000)
     (prompt,) = RLAIFDataset(jsonl({"messages": two[:-1]}), tokenizer, 2000)
     assert prompt.text == rendered(tokenizer, two[:-1], add_generation_prompt=True) and prompt.answer is None
+
+
+EMPTY = "<think>\n\n</think>\n\n"
+
+
+def test_a_call_is_learned_where_the_template_drops_its_empty_thought_later(chat, jsonl):
+    """As the policy has sampled it, with what it has read: nothing of it is written again."""
+    turns = [U, CALLED, RESULT, RESULT, CALLED, RESULT, A]
+    words = [f"{WORDS}<|im_end|>", f"{WORDS}<|im_end|>", "It is 5.<|im_end|>"]
+    for template, kwargs, said in (
+        (QWEN3, "{}", "".join(EMPTY + text for text in words)),
+        (QWEN3, '{"enable_thinking": false}', "".join(words)),
+        (MINIMIND, "{}", "".join(words)),
+    ):
+        tokenizer = with_template(chat, template)
+        set_template_kwargs(tokenizer, kwargs)
+        data = SFTDataset(jsonl({"messages": turns}), tokenizer, 2000)
+        assert learned(tokenizer, data[0])[0] == said and data.notes() == [SHOWN]
+        assert tokenizer.decode(data[0][0]).count(EMPTY) == 3
+    thoughts = [CALLED | {"reasoning_content": "so"}, A | {"reasoning_content": "thus"}]
+    tokenizer = with_template(chat, QWEN3)
+    (item,) = SFTDataset(jsonl({"messages": [U, thoughts[0], RESULT, thoughts[1]]}), tokenizer, 2000)
+    said = f"<think>\nso\n</think>\n\n{WORDS}<|im_end|><think>\nthus\n</think>\n\nIt is 5.<|im_end|>"
+    assert learned(tokenizer, item)[0] == said
+    # An earlier question's answers have lost their thoughts where the next one is asked.
+    data = SFTDataset(jsonl({"messages": [*TALK, *TALK]}), tokenizer, 2000)
+    assert any("context only: 2" in note for note in data.notes())
+    assert learned(tokenizer, data[0])[0] == f"{EMPTY}{words[0]}{EMPTY}{words[2]}"
 
 
 def test_what_a_template_leaves_out_is_refused_in_every_stage(chat, jsonl):
