@@ -60,8 +60,8 @@ PHI += (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
 )
 
-# MiniMind-3's writes a thought into each turn of the assistant's; Qwen3's into those behind the last question,
-# an empty one into the last turn only.
+# MiniMind-3's writes a thought into each turn of the assistant's; Qwen3's into those behind the last
+# question, an empty one into the last turn only.
 THOUGHT = "{{ '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}"
 NO_THOUGHT = "{{ '<think>\\n\\n</think>\\n\\n' }}"
 SPEAKER = "{{ '<|im_start|>assistant\\n' + m.content }}"
