@@ -2,12 +2,23 @@
 
 The templates here behave as those of Qwen and MiniMind, Llama 3, SmolLM2, Phi-3, Qwen3.5 and gpt-oss do."""
 
-import copy
 import json
 import pickle
 
 import pytest
 import tiny
+from tiny_templates import (
+    ALL,
+    CHANNELS,
+    LLAMA,
+    MINIMIND3,
+    PHI,
+    QWEN,
+    QWEN3,
+    READS,
+    START,
+    with_template,
+)
 
 from dataset.chat_template import conversation_text, set_template_kwargs, unmark
 from dataset.formats import Keys, to_pair, to_prompt
@@ -22,68 +33,6 @@ U, A = tiny.user("2 + 3?"), tiny.assistant("It is 5.")
 RESULT = {"role": "tool", "content": "5"}
 CALLED = tiny.assistant("", tool_calls=[CALL])
 TALK = [U, CALLED, RESULT, A]
-
-START = "{% for m in messages %}"
-HEADER = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-LISTED = "{% if tools %}{{ '<|im_start|>system\\n' }}{% if messages[0].role == 'system' %}"
-LISTED += (
-    "{{ messages[0].content + '\\n' }}{% endif %}{{ '# Tools' }}{% for t in tools %}{{ '\\n' + t | tojson }}"
-)
-LISTED += "{% endfor %}{{ '<|im_end|>\\n' }}{% elif messages[0].role == 'system' %}"
-LISTED += "{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{% endif %}"
-QWEN = LISTED + START + "{% if m.role == 'user' %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}"
-QWEN += "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + m.content }}"
-QWEN += "{% for c in m.tool_calls or [] %}{{ '\\n' if m.content or not loop.first }}"
-QWEN += '{{ \'<tool_call>\\n{"name": "\' }}'
-QWEN += (
-    "{{ c.function.name + '\", \"arguments\": ' }}{{ c.function.arguments | tojson }}{{ '}\\n</tool_call>' }}"
-)
-QWEN += "{% endfor %}{{ '<|im_end|>\\n' }}{% elif m.role == 'tool' %}"
-QWEN += "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
-QWEN += "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
-QWEN += "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
-QWEN += "{% endif %}{% endfor %}" + HEADER
-LLAMA = (
-    START
-    + "{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}{{ '<|im_start|>assistant\\n{\"name\": ' }}"
-)
-LLAMA += "{{ c.name | tojson }}{{ ', \"parameters\": ' }}{{ c.arguments | tojson }}{{ '}<|im_end|>' }}"
-LLAMA += "{% elif m.role == 'tool' %}{{ '<|im_start|>ipython\\n' }}{{ m.content | tojson }}{{ '<|im_end|>' }}"
-LLAMA += (
-    "{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
-    + HEADER
-)
-ALL = START + "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}" + HEADER
-PHI = START + "{% if m.role in ('system', 'user', 'assistant') %}{{ '<|im_start|>' + m.role + '\\n' }}"
-PHI += "{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-PHI += (
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
-)
-
-# MiniMind-3's writes a thought into each turn of the assistant's; Qwen3's into those behind the last
-# question, an empty one into the last turn only.
-THOUGHT = "{{ '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}"
-NO_THOUGHT = "{{ '<think>\\n\\n</think>\\n\\n' }}"
-SPEAKER = "{{ '<|im_start|>assistant\\n' + m.content }}"
-WITH_THOUGHT = "{{ '<|im_start|>assistant\\n' }}" + THOUGHT + "{{ m.content }}"
-MINIMIND = QWEN.replace(SPEAKER, WITH_THOUGHT).replace(
-    "{% endif %}{% endfor %}" + HEADER, "{% endif %}{% endfor %}"
-)
-MINIMIND += HEADER.replace("{% endif %}", NO_THOUGHT + "{% endif %}")
-IF_BEHIND = "{% if loop.index0 > n.asked and (loop.last or m.reasoning_content) %}"
-QWEN3 = "{% set n = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-QWEN3 += "{% set n.asked = loop.index0 %}{% endif %}{% endfor %}"
-QWEN3 += QWEN.replace(SPEAKER, WITH_THOUGHT.replace(THOUGHT, IF_BEHIND + THOUGHT + "{% endif %}"))
-QWEN3 = QWEN3.removesuffix(HEADER)
-QWEN3 += HEADER.replace(
-    "{% endif %}", "{% if enable_thinking is false %}" + NO_THOUGHT + "{% endif %}{% endif %}"
-)
-
-
-def with_template(tokenizer, template):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def rendered(tokenizer, turns, **more):
@@ -223,7 +172,7 @@ def test_several_results_in_a_row_and_a_call_at_the_end(chat, jsonl):
     assert prompt.text == rendered(tokenizer, two[:-1], add_generation_prompt=True) and prompt.answer is None
 
 
-EMPTY = "<think>\n\n</think>\n\n"
+NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 def test_a_call_is_learned_where_the_template_drops_its_empty_thought_later(chat, jsonl):
@@ -231,24 +180,24 @@ def test_a_call_is_learned_where_the_template_drops_its_empty_thought_later(chat
     turns = [U, CALLED, RESULT, RESULT, CALLED, RESULT, A]
     words = [f"{WORDS}<|im_end|>", f"{WORDS}<|im_end|>", "It is 5.<|im_end|>"]
     for template, kwargs, said in (
-        (QWEN3, "{}", "".join(EMPTY + text for text in words)),
+        (QWEN3, "{}", "".join(NO_THOUGHT + text for text in words)),
         (QWEN3, '{"enable_thinking": false}', "".join(words)),
-        (MINIMIND, "{}", "".join(words)),
+        (MINIMIND3, "{}", "".join(words)),
     ):
         tokenizer = with_template(chat, template)
         set_template_kwargs(tokenizer, kwargs)
         data = SFTDataset(jsonl({"messages": turns}), tokenizer, 2000)
         assert learned(tokenizer, data[0])[0] == said and data.notes() == [SHOWN]
-        assert tokenizer.decode(data[0][0]).count(EMPTY) == 3
+        assert tokenizer.decode(data[0][0]).count(NO_THOUGHT) == 3
     thoughts = [CALLED | {"reasoning_content": "so"}, A | {"reasoning_content": "thus"}]
     tokenizer = with_template(chat, QWEN3)
     (item,) = SFTDataset(jsonl({"messages": [U, thoughts[0], RESULT, thoughts[1]]}), tokenizer, 2000)
-    said = f"<think>\nso\n</think>\n\n{WORDS}<|im_end|><think>\nthus\n</think>\n\nIt is 5.<|im_end|>"
+    said = f"<think>\nso\n</think>\n\n\n{WORDS}<|im_end|><think>\nthus\n</think>\n\nIt is 5.<|im_end|>"
     assert learned(tokenizer, item)[0] == said
     # An earlier question's answers have lost their thoughts where the next one is asked.
     data = SFTDataset(jsonl({"messages": [*TALK, *TALK]}), tokenizer, 2000)
     assert any("context only: 2" in note for note in data.notes())
-    assert learned(tokenizer, data[0])[0] == f"{EMPTY}{words[0]}{EMPTY}{words[2]}"
+    assert learned(tokenizer, data[0])[0] == f"{NO_THOUGHT}{words[0]}{NO_THOUGHT}{words[2]}"
 
 
 def test_what_a_template_leaves_out_is_refused_in_every_stage(chat, jsonl):
@@ -397,16 +346,6 @@ def test_calls_and_results_stay_where_the_user_has_written_them_under_prompt(cha
 
 
 # ---------------------------------------------------------------- thoughts
-
-READS = START + "{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n<think>\\n' }}"
-READS += "{{ m.reasoning_content or '' }}{{ '\\n</think>\\n\\n' }}"
-READS += "{% else %}{{ '<|im_start|>' + m.role + '\\n' }}{% endif %}"
-READS += "{{ m.content + '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
-READS += "{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
-CHANNELS = START + "{{ '<|im_start|>' + m.role }}{% if 'thinking' in m %}"
-CHANNELS += "{{ '<analysis>' + m.thinking + '<end>' }}{% endif %}"
-CHANNELS += "{{ '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
-CHANNELS += "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
 
 
 def test_a_thought_is_learned_as_the_template_writes_it(chat, jsonl):
