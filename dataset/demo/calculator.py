@@ -1,23 +1,20 @@
-"""The demo's tool and its reward: a calculator, and whether the last turn is the right number.
-
-python trainer/train_ppo.py --tools dataset/demo/calculator.py:calculate --reward_fn dataset/demo/calculator.py:right …
-"""
+"""The tool of the demo and its reward: a calculator, and whether a response is the right number."""
 
 import operator
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
-def calculate(expression: str) -> str:
+def calculate(expression: str) -> int:
     """Calculate.
 
     Args:
-        expression: Two whole numbers with + or - or * between them.
+        expression: Two whole numbers with + or - or * between them, and spaces beside it.
     """
     left, sign, right = expression.split()
-    return str(OPERATORS[sign](int(left), int(right)))
+    return OPERATORS[sign](int(left), int(right))
 
 
-def right(prompts: list, responses: list[str], answers: list[str]) -> list[float]:
-    """1.0 for each response that is the answer, 0.0 for others."""
-    return [float(response.strip() == answer) for response, answer in zip(responses, answers, strict=True)]
+def is_right(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+    """1 for each response whose last turn is the answer and nothing else, 0 for the others."""
+    return [float(response == answer) for response, answer in zip(responses, answers, strict=True)]

@@ -29,6 +29,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -346,7 +347,7 @@ def corpus(demonstrations: Iterable[dict[str, str]]) -> Iterator[str]:
         yield answer
 
 
-def write(path: Path, records: Iterable[dict[str, str]]) -> None:
+def write(path: Path, records: Iterable[dict[str, Any]]) -> None:
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         for record in records:
             file.write(json.dumps(record) + "\n")

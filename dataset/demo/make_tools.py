@@ -1,97 +1,166 @@
-"""Makes the data of the demo with a tool: sums and products of three-digit numbers, and a calculator that is often
-left alone. And its tokenizer: as the demo's, with one token for each tag around calls and results.
+"""Makes the data and the tokenizer of the demo with a tool: a calculator, and a policy that seldom uses it well.
 
-    python dataset/demo/make_tools.py           # writes dataset/demo/tools_*.jsonl, the same bytes every time,
-                                                # and for stage 1 out/demo_tools/
+    python dataset/demo/make_tools.py     # writes dataset/demo/tools_ppo.jsonl and tools_eval.jsonl, the same
+                                          # bytes every time, and what stage 1 reads into out/demo_tools/
+
+A problem adds, subtracts or multiplies two numbers of three digits, which no model of this size can do in its
+head. A good response to "What is 417 plus 286?" is two turns, with the result of the tool between them:
+
+    <tool_call>
+    {"name": "calculate", "arguments": {"expression": "417 + 286"}}
+    </tool_call>
+                                                                                             703
+    703
+
+Demonstrations have errors on purpose, ``KINDS``: most guess, or call in a wrong way, or do not say what the
+tool has given. No problem is in two files.
 """
 
 import argparse
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
 
-import sys
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from transformers.utils import get_json_schema
 
-from dataset.demo.calculator import calculate
-from dataset.demo.make_data import HERE, build_tokenizer, write
-from dataset.formats import Messages, Record, TurnText
-import json
+from dataset.demo.calculator import OPERATORS, calculate
+from dataset.demo.make_data import CHAT_TEMPLATE, HERE, PHRASES, build_tokenizer, write
+from dataset.formats import Messages, Record
+from trainer.environments.tool_calls import error_result
 
-ROOT = HERE.parents[1]
-SCHEMA = get_json_schema(calculate)
-PHRASES = ["What is {}?", "How much is {}?", "Work out {}."]
+STAGE1 = HERE.parents[1] / "out" / "demo_tools"
+Problem = tuple[int, str, int]  # (a, operator, b)
 SPOKEN = {"+": "plus", "-": "minus", "*": "times"}
-TAGS = ["<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-Problem = tuple[int, str, int]
-KINDS = {"called": 0.3, "guessed": 0.4, "misread": 0.15, "miscopied": 0.15}
+KINDS = {  # of demonstrations: their shares
+    "good": 0.3,
+    "guess": 0.35,  # no call, and a wrong number
+    "words": 0.12,  # "417 plus 286", which the calculator cannot read, and a guess
+    "misread": 0.12,  # another number or operator than those of the question
+    "misreport": 0.11,  # another number than the result
+}
+TAGS = ["<tool_call>", "</tool_call>"]
+TOOLS_TEMPLATE = (
+    "{%- if tools -%}{{ '<|im_start|>system\\nTools:' }}"
+    "{%- for tool in tools -%}{{ ' ' + tool.function.name }}{%- endfor -%}"
+    "{{ '<|im_end|>\\n' }}{%- endif -%}" + CHAT_TEMPLATE
+)
 
 
-def expression(problem):
+def written(problem: Problem) -> str:
+    """The problem as the calculator reads it: "417 + 286"."""
     return " ".join(map(str, problem))
 
 
-def call(text: str, name="calculate") -> str:
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": {"expression": text}})}\n</tool_call>'
-
-
-def near(rng: Random, number: int) -> int:
-    """Another number of as many digits, some of them changed"""
-    digits = list(str(abs(number)))
-    while True:
-        for place in rng.sample(range(len(digits)), rng.randint(1, len(digits))):
-            digits[place] = rng.choice("0123456789")
-        if digits[0] != "0" and int("".join(digits)) != abs(number):
-            return int("".join(digits)) * (-1 if number < 0 else 1)
-
-
-def demonstration(rng, problem):
+def spoken(problem: Problem) -> str:
+    """The problem as it is asked: "417 plus 286"."""
     a, sign, b = problem
-    result = int(calculate(expression(problem)))
-    kind = rng.choices([*KINDS], [*KINDS.values()])[0]
-    if kind == "guessed":
-        return [{"role": "assistant", "content": str(near(rng, result))}]
-    asked = problem
-    if kind == "misread":
-        asked = rng.choice([(near(rng, a), sign, b), (a, sign, near(rng, b)), (a, rng.choice([x for x in SPOKEN if x != sign]), b)])
-    found = calculate(expression(asked))
-    said = str(near(rng, int(found))) if kind == "miscopied" else found
-    return [{"role": "assistant", "content": call(expression(asked))}, {"role": "tool", "content": found}, {"role": "assistant", "content": said}]
+    return f"{a} {SPOKEN[sign]} {b}"
 
 
-def problem(rng):
-    return rng.randint(100, 999), rng.choice([*SPOKEN]), rng.randint(100, 999)
+def question(rng: Random, problem: Problem) -> str:
+    return rng.choice(PHRASES).format(spoken(problem))
 
 
-def question(rng, p):
-    a, sign, b = p
-    return rng.choice(PHRASES).format(f"{a} {SPOKEN[sign]} {b}")
+def another(rng: Random, number: int) -> int:
+    """A number with as many digits, of which at least one differs."""
+    digits = len(str(abs(number)))
+    while True:
+        size = rng.randrange(10 ** (digits - 1), 10**digits)
+        if size != abs(number):
+            return size if number >= 0 else -size
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out_dir", type=Path, default=HERE)
-    parser.add_argument("--stage1_dir", type=Path, default=ROOT / "out" / "demo_tools")
+def misread(rng: Random, problem: Problem) -> Problem:
+    """The problem with another number or operator."""
+    a, sign, b = problem
+    others = [other for other in OPERATORS if other != sign]
+    return rng.choice([(another(rng, a), sign, b), (a, rng.choice(others), b), (a, sign, another(rng, b))])
+
+
+def called(expression: str) -> Messages:
+    """A turn that calls the calculator, and what a run answers."""
+    call = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
+    try:
+        result = str(calculate(expression))
+    except KeyError as error:
+        result = error_result(error)
+    return [
+        {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
+        {"role": "tool", "content": result},
+    ]
+
+
+def demonstration(rng: Random, problem: Problem) -> Messages:
+    """The turns behind the question, good or bad."""
+    (kind,) = rng.choices([*KINDS], [*KINDS.values()])
+    result = calculate(written(problem))
+    turns: Messages = []
+    said = another(rng, result)
+    if kind == "good":
+        turns = called(written(problem))
+        said = result
+    elif kind == "words":
+        turns = called(spoken(problem))
+    elif kind == "misread":
+        asked = written(misread(rng, problem))
+        turns = called(asked)
+        said = calculate(asked)
+    elif kind == "misreport":
+        turns = called(written(problem))
+    return [*turns, {"role": "assistant", "content": str(said)}]
+
+
+def draw(rng: Random, count: int) -> list[Problem]:
+    """``count`` problems, no two alike."""
+    found: dict[Problem, None] = {}
+    while len(found) < count:
+        found[rng.randrange(100, 1000), rng.choice([*OPERATORS]), rng.randrange(100, 1000)] = None
+    return [*found]
+
+
+def corpus(demonstrations: Iterable[Record]) -> Iterator[str]:
+    """The words of the chat template and of the demonstrations, without the tags."""
+    yield "system\nuser\nassistant\ntool\nTools: calculate\n"
+    for record in demonstrations:
+        for turn in record["messages"]:
+            text = turn["content"]
+            for tag in TAGS:
+                text = text.replace(tag, "")
+            yield text
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="make the data of the demo with a tool")
+    parser.add_argument("--out_dir", type=Path, default=HERE, help="where the prompts are written")
+    parser.add_argument("--stage1_dir", type=Path, default=STAGE1, help="demonstrations and tokenizer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--demonstrations", type=int, default=12000)
+    parser.add_argument("--held_out", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=3072, help="for PPO: 24 batches of 128")
+    parser.add_argument("--demonstrations", type=int, default=16000)
     args = parser.parse_args(argv)
-    rng = Random(f"{args.seed}")
-    problems = list({problem(rng): None for _ in range(20000)})
-    held, prompts, demos = problems[:200], problems[200:200+3200], problems[3400:3400+args.demonstrations]
+    rng = Random(f"{args.seed}/tools")
+    problems = draw(rng, args.held_out + args.prompts + args.demonstrations)
+    schema = get_json_schema(calculate)
     args.stage1_dir.mkdir(parents=True, exist_ok=True)
-    for name, ps in (("tools_ppo", prompts), ("tools_eval", held)):
-        write(args.out_dir / f"{name}.jsonl", [{"prompt": question(rng, p), "answer": calculate(expression(p))} for p in ps])
-    records = [{"tools": [SCHEMA], "messages": [{"role": "user", "content": question(rng, p)}, *demonstration(rng, p)]} for p in demos]
-    write(args.stage1_dir / "sft.jsonl", records)
-    def texts():
-        for r in records[:2000]:
-            yield "system\nuser\nassistant\ntool\n"
-            yield json.dumps(SCHEMA)
-            for m in r["messages"]: yield m["content"]
-            yield "You can call these tools:\n To call one, write its name and arguments as JSON:\n\n{\"name\": NAME, \"arguments\": {…}}\n"
-    t = build_tokenizer(texts(), tags=TAGS, chat_template=(HERE.parent / "tools.jinja").read_text().removesuffix("\n"))
-    t.save_pretrained(args.stage1_dir / "tokenizer")
+    for name, count in (("tools_eval", args.held_out), ("tools_ppo", args.prompts)):
+        mine, problems = problems[:count], problems[count:]
+        records = [{"prompt": question(rng, x), "answer": str(calculate(written(x)))} for x in mine]
+        write(args.out_dir / f"{name}.jsonl", records)
+    demonstrations = [
+        {
+            "tools": [schema],
+            "messages": [{"role": "user", "content": question(rng, x)}, *demonstration(rng, x)],
+        }
+        for x in problems
+    ]
+    write(args.stage1_dir / "sft.jsonl", demonstrations)
+    tokenizer = build_tokenizer(corpus(demonstrations), tags=TAGS, chat_template=TOOLS_TEMPLATE)
+    tokenizer.save_pretrained(args.stage1_dir / "tokenizer")
+
 
 if __name__ == "__main__":
     main()
