@@ -1,4 +1,4 @@
-"""Makes the data and the tokenizer of the demo with a tool: a calculator, and a policy that seldom uses it well.
+"""Makes the data and the tokenizer of the demo with a tool: a calculator that a policy seldom uses well.
 
     python dataset/demo/make_tools.py     # writes dataset/demo/tools_ppo.jsonl and tools_eval.jsonl, the same
                                           # bytes every time, and what stage 1 reads into out/demo_tools/

@@ -9,7 +9,7 @@ import torch
 from tiny_templates import ALL, MINIMIND3, QWEN, with_template
 
 from dataset.chat_template import conversation_text, encode, mark_special, prompt_text, render, unmark
-from dataset.formats import TurnText, as_exchange, as_openai, to_messages
+from dataset.formats import TurnText, plain_messages, to_messages
 from dataset.lm_dataset import Prompt
 from trainer.compute.batch import new_batch
 from trainer.compute.batching import pad_right
@@ -17,6 +17,7 @@ from trainer.environments.conversation import MultiTurn, OpenedPrompt
 from trainer.environments.environment import load_environments
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import Endings, Forbidden, StopStrings
+from trainer.rewards.reward_function import Request
 
 GAME = """
 class Game:
@@ -188,7 +189,7 @@ def test_calls_of_a_turn_and_their_results(make):
     answers = [message["content"] for message in found[3:]]
     assert answers[4] == "4" and "no luck" in answers[1] and "fly" in answers[2] and "b" in answers[3]
     assert all("error" in json.loads(answer) for answer in answers[:4])
-    assert as_openai([first, last]) == [
+    assert plain_messages([first, last]) == [
         tiny.assistant(
             "So:",
             tool_calls=[
@@ -206,6 +207,30 @@ def test_calls_of_a_turn_and_their_results(make):
     ends = [place for place, i in enumerate(talk.ids) if i == turns.tokenizer.eos_token_id]
     assert [talk.is_action[place] for place in ends] == [True, False, True, False, True]
     assert talk.turn_ends == ends[::2]
+
+
+def test_each_response_has_its_own_score(make):
+    turns = make(TOOLS, QWEN)
+    talks = begin(turns, *[prompt_of(turns)] * 3)
+    say(turns, talks, *(call("add", a=n, b=1) * n or "No." for n in range(3)))
+    assert [talk.over for talk in talks] == [True, False, False]
+    assert turns.scores(talks) == [None, 2.0, 4.0]
+    assert [talk.calls for talk in talks] == [0, 1, 2]
+
+
+def test_functions_are_tools_without_a_class(make, tmp_path):
+    turns = make(TOOLS, QWEN)
+    source = (
+        'def add(a: int, b: int) -> int:\n    """Add.\n\n    Args:\n        a: One.\n        b: Another.\n'
+    )
+    (tmp_path / "tools.py").write_text(source + '    """\n    return a + b\n')
+    turns.environments = load_environments("", [f"{tmp_path / 'tools.py'}:add"])
+    (talk,) = begin(turns)
+    say(turns, [talk], call("add", a=1, b=2))
+    say(turns, [talk], "3")
+    assert [message["content"] for message in talk.messages[1:]] == ["3", "3"]
+    (dialogue,) = turns.as_batch([talk], "cpu").dialogues
+    assert (dialogue.score, dialogue.environment, dialogue.calls) == (None, None, 1)
 
 
 def test_no_call_ends_a_response_and_get_reward_may_say_nothing(make):
@@ -432,13 +457,11 @@ def test_a_reward_model_reads_the_whole_conversation(make):
     )
     say(turns, [talk], f"is\n{call('add', a=1, b=1)}")
     say(turns, [talk], "It is 2.")
-    exchange = as_exchange(talk.prompt.prompt, talk.messages)
+    batch = turns.as_batch([talk], "cpu")
+    (exchange,) = Request(batch.prompts, batch.texts, dialogues=batch.dialogues).exchanges
     text = unmark(conversation_text(turns.tokenizer, *exchange))
     sampled = turns.tokenizer.decode(talk.context)
     assert sampled.endswith("It is 2.<|im_end|>")
     asked = unmark(render(turns.tokenizer, to_messages("Two?"), generate=True))
     shown = talk.prompt.text.index("<|im_start|>user")  # behind the list of tools
     assert text == sampled[shown:] + "\n" and text.startswith(f"{asked}It is\n<tool_call>")
-    (short,) = begin(turns)
-    say(turns, [short], "4")
-    assert as_exchange("What is two?", short.messages) == ("What is two?", "4")
