@@ -99,6 +99,7 @@ def make(tmp_path, chat):
 
 
 def prompt_of(turns, prompt="What is two?", index=0, tools=(), **record):
+    tools = tools or turns.environments.schemas
     text = prompt_text(turns.tokenizer, prompt, tools, **turns._switches(Namespace(index=index)))
     (ids,) = encode(turns.tokenizer, [text])
     return Prompt(index, prompt, None, ids, record, unmark(text), tools=tools)
@@ -447,7 +448,7 @@ def test_a_prompt_that_gets_too_long_is_refused(make):
     turns.args.max_seq_len = length
     begin(turns)
     turns.args.max_seq_len = length - 1
-    says = f"--max_seq_len {length - 1}: the prompt of record 5 has {length} tokens with its tools and what"
+    says = f"--max_seq_len {length - 1}: the prompt of record 5 has {length} tokens with what reset adds"
     tiny.refused(says, begin, turns, prompt_of(turns, index=4))
 
 
@@ -462,7 +463,8 @@ def test_the_switches_of_thinking_are_those_of_the_record(make):
 
 
 def test_the_check_is_that_of_the_template(make):
-    tiny.refused("does not show tools", make(TOOLS).check, prompt_of(make(GAME)))
+    tools = make(TOOLS)
+    tiny.refused("does not show tools", tools.check, prompt_of(tools))
     for turns in (make(TOOLS, QWEN), make(GAME)):
         turns.check(prompt_of(turns))
     turns = make(

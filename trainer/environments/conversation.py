@@ -44,8 +44,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OpenedPrompt(Prompt):
-    """A prompt with what ``reset`` adds to it, or with the tools of the flags. ``original``: as the dataset
-    has it. A prompt that is sampled again is opened again from there."""
+    """A prompt with what ``reset`` adds to it. ``original``: as the dataset has it. A prompt that is sampled
+    again is opened again from there."""
 
     original: Prompt
 
@@ -118,10 +118,7 @@ class MultiTurn:
 
     def check(self, prompt: Prompt) -> None:
         """Raise InputError where the chat template cannot go on behind a turn (``Observer.check``)."""
-        self.observer.check(prompt.prompt, self._tools(prompt), **self._switches(prompt))
-
-    def _tools(self, prompt):
-        return prompt.tools or self.environments.schemas
+        self.observer.check(prompt.prompt, prompt.tools, **self._switches(prompt))
 
     def _switches(self, prompt):
         return self.thinking(prompt.index) if self.thinking else {}
@@ -150,17 +147,16 @@ class MultiTurn:
         return run_all(jobs, self.args.reward_timeout, workers)
 
     def _opened(self, prompt: Prompt, text: str) -> Prompt:
-        """The prompt with ``text`` at the end of its last user turn, and with tools."""
-        tools = self._tools(prompt)
-        if not text and list(tools) == list(prompt.tools):
+        """The prompt with ``text`` at the end of its last user turn."""
+        if not text:
             return prompt
         asked = with_added(prompt.prompt, text)
-        written = prompt_text(self.tokenizer, asked, tools, **self._switches(prompt))
+        written = prompt_text(self.tokenizer, asked, prompt.tools, **self._switches(prompt))
         (ids,) = encode(self.tokenizer, [written])
         if len(ids) > self.args.max_seq_len:
             raise InputError(
                 f"--max_seq_len {self.args.max_seq_len}: the prompt of record {prompt.index + 1} has "
-                f"{len(ids)} tokens with its tools and what reset adds; raise it, or shorten them"
+                f"{len(ids)} tokens with what reset adds; raise it, or shorten them"
             )
         return OpenedPrompt(
             index=prompt.index,
@@ -169,7 +165,7 @@ class MultiTurn:
             prompt_ids=ids,
             record=prompt.record,
             text=unmark(written),
-            tools=tools,
+            tools=prompt.tools,
             original=prompt,
         )
 
@@ -204,7 +200,7 @@ class MultiTurn:
         if self.environments.is_text_game:
             talk.messages.append(assistant(talk.text))
             return partial(talk.episode.step, talk.text)
-        tools = self._tools(talk.prompt)
+        tools = talk.prompt.tools
         # With a stop string, which may be the end of a call.
         said = decode(self.tokenizer, ids[:-1] if ids[-1] in self.endings.eos else ids)
         before = decode(self.tokenizer, talk.context[: -len(ids)])
@@ -240,7 +236,7 @@ class MultiTurn:
         ids = self.observer.ids(
             talk.ids[-1],
             observations,
-            self._tools(talk.prompt),
+            talk.prompt.tools,
             room,
             **self._switches(talk.prompt),
         )

@@ -86,7 +86,7 @@ class Observer:
         flag = "--env" if self.role == "user" else "--tools, --env"
         if self.tokenizer.chat_template is None:
             raise InputError(f"{flag}: the tokenizer has no chat template; add --prompt_template")
-        if self.role == "tool" and not is_read(self.tokenizer, "tools"):
+        if tools and not is_read(self.tokenizer, "tools"):
             raise InputError(f"{flag}: the chat template does not show tools to the policy; {OTHER}")
         with as_input_error(f"{flag}: a response cannot go on over several turns"):
             once = [self.observation("0")]
