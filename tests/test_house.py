@@ -12,7 +12,8 @@ atomic_files progress_bar
 model
 dataset
 trainer.compute trainer.user_code
-trainer.environments trainer.generation trainer.rewards trainer.runs
+trainer.generation trainer.rewards trainer.runs
+trainer.environments
 trainer.advantages
 trainer.losses trainer.rollout
 trainer.options

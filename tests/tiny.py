@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dataset.lm_dataset import Prompt
 from errors import InputError
+from trainer.compute.batch import Dialogue
 from trainer.rewards.reward_function import Request
 from trainer.runs.health import Health
 
@@ -89,6 +90,12 @@ def request_of(prompts, responses, answers=None, finished=None, records=None, le
     return Request(found, responses, finished or [True] * count, lengths or [1] * count)
 
 
+def dialogue(*messages, environment=None, score=None, **counts):
+    """A ``Dialogue`` of these messages; an assistant's turn may be given as its text."""
+    turns = [assistant(turn) if isinstance(turn, str) else turn for turn in messages]
+    return Dialogue(turns, environment, score, **counts)
+
+
 def user(text):
     return {"role": "user", "content": text}
 
@@ -156,10 +163,12 @@ def score(prompts, responses, answers):
 WORDS = list("abcdefgh")
 
 
-def run_files(folder, count=40, words=WORDS):
+def run_files(folder, count=40, words=WORDS, template=CHAT):
     """A policy of eight words, a reward model, a reward function and ``count`` prompts of different lengths,
     as flags. The penalty is given: to choose one, a run would call the function once more."""
+    folder.mkdir(exist_ok=True)
     tokenizer = word_tokenizer(words, chat=True)
+    tokenizer.chat_template = template
     (folder / "combine.py").write_text(FAULTY_REWARD)
     prompts = [{"prompt": " ".join(words[(n + i) % 8] for i in range(1 + n % 7))} for n in range(count)]
     return {
@@ -168,6 +177,61 @@ def run_files(folder, count=40, words=WORDS):
         "reward_fn": f"{folder / 'combine.py'}:score",
         "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
         "missing_eos_penalty": 1.0,
+    }
+
+
+CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'  # one word of the policy's
+ENVIRONMENTS = """
+def add(a: int) -> str:
+    '''Add.
+
+    Args:
+        a: a number
+    '''
+    return "b"
+
+class Env:
+    def reset(self, prompt):
+        self.calls = 0
+        return " c"
+
+    def add(self, a: int) -> str:
+        '''Add.
+
+        Args:
+            a: a number
+        '''
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("three times")
+        return "b"
+
+    def get_reward(self):
+        return self.calls / 4
+
+class Game:
+    def reset(self):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return "a", text.count("b") / 4, self.turns == 3
+"""
+
+
+def turn_files(folder, count=40):
+    """A policy that often calls a tool, and prompts, as flags; and "code": a file of environments."""
+    words = ["a", "b", "c", CALL, "<tool_call>{</tool_call>", "user", "assistant", "tool", "tools", "add"]
+    tokenizer = word_tokenizer(words, chat=True)
+    shown = "{% if tools %}{{ 'tools ' + tools[0]['function']['name'] + ' ' }}{% endif %}"
+    tokenizer.chat_template = shown + CHAT
+    (folder / "environments.py").write_text(ENVIRONMENTS)
+    prompts = [{"prompt": " ".join("abc"[(n + i) % 3] for i in range(1 + n % 4))} for n in range(count)]
+    return {
+        "model": save_policy_dir(folder / "policy_of_turns", tokenizer, layers=2, spread=2.0),
+        "data_path": write_jsonl(folder / "prompts_of_turns.jsonl", prompts),
+        "missing_eos_penalty": 1.0,
+        "code": str(folder / "environments.py"),
     }
 
 

@@ -169,7 +169,9 @@ def fill_paths(args: Flags) -> None:
         if args.reasoning is None and reason.is_file():
             args.reasoning = 1  # it was trained to reason
         args.model = str(reason if args.reasoning else sft)
-    has_reward = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
+    # Whether the class of --env has a reward is known once it is loaded (``make_reward``).
+    given = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
+    has_reward = given or args.env
     if not args.model:
         args.model = DEMO["model"]
         if not args.data_path:  # the demo's held-out prompts belong to the demo's prompts
@@ -183,7 +185,8 @@ def fill_paths(args: Flags) -> None:
         raise InputError("--data_path: name the JSONL file with the prompts")
     if not has_reward:
         raise InputError(
-            "--reward_model: name one, or a function with --reward_fn, or a server with --reward_url"
+            "--reward_model: name one, or a function with --reward_fn, a server with --reward_url, or an "
+            "environment with --env"
         )
     if args.critic_init == "reward" and not args.reward_model:
         raise InputError("--critic_init reward: starts from a --reward_model; name one, or leave it out")
@@ -466,11 +469,14 @@ def sampler_limits(
     args: Flags, actor: PreTrainedModel, data: Prompts, held_out: RLAIFDataset | None
 ) -> SamplerLimits:
     """Flags and data -> ``SamplerLimits``. Raises InputError for more positions than the actor has."""
-    longest = args.max_gen_len + max(x.longest for x in (data, held_out) if x)
     limit = most_positions(actor.config)
+    prompts = max(x.longest for x in (data, held_out) if x)
+    if args.env:  # reset may add to a prompt
+        prompts = max(prompts, min(args.max_seq_len, limit - args.max_gen_len))
+    longest = args.max_gen_len + prompts
     if longest > limit:
         raise InputError(
-            f"--max_gen_len {args.max_gen_len}: with prompts of {longest - args.max_gen_len} tokens it "
+            f"--max_gen_len {args.max_gen_len}: with prompts of {prompts} tokens it "
             f"exceeds the {limit} positions of {args.model}; lower it or --max_seq_len"
         )
     group_size = args.num_generations + 1  # an evaluation has a greedy answer too

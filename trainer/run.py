@@ -4,7 +4,7 @@ train_ppo.py trains it. The models, and why the reference never changes: models.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import learned_pieces
-from dataset.lm_dataset import LoggedAnswers, LoggedPairs, RLAIFDataset, local_positions
+from dataset.lm_dataset import LoggedAnswers, LoggedPairs, Prompt, RLAIFDataset, local_positions
 from errors import InputError
 from model.loading import embeddings, is_moe, load_policy
 from model.lora import describe as describe_adapters
@@ -27,10 +27,13 @@ from trainer.compute.batch import Batch, RawScores
 from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.sharding import ShardGroup
+from trainer.environments.conversation import MultiTurn, ended_by
+from trainer.environments.environment import Environments, load_environments
+from trainer.environments.running import run_all
 from trainer.evaluation import Evaluation
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
-from trainer.generation.stops import keep_endings, load_endings
+from trainer.generation.stops import decode, keep_endings, load_endings
 from trainer.inputs import (
     Prompts,
     accuracy_note,
@@ -81,6 +84,7 @@ from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import Progress, Updater
 from trainer.runs.resume import check_resume
+from trainer.user_code import Modules
 
 AVERAGE = "ema.pth"  # in the run folder, of --ema_beta
 USUAL_IDS = 0.95  # of a model's embeddings: a few have no id
@@ -96,6 +100,7 @@ class PpoRun(Run):
     held_out: RLAIFDataset | None
     held_out_pairs: LoggedPairs | None
     engine: RolloutEngine  # but not where nothing is sampled
+    environments: Environments | None = None  # --env, --tools
     value_scale: ValueScale  # with a critic
     _reward_hash = ""
 
@@ -106,9 +111,12 @@ class PpoRun(Run):
         start = start or Start()
         start.part("checks")
         with world.all_or_none():  # what needs no model, before anything that takes long
-            functions = load_reward_functions(self.args.reward_fn)
+            modules: Modules = {}  # a file that several flags name is imported once
+            functions = load_reward_functions(self.args.reward_fn, modules)
             with named_as_evaluation():
-                eval_functions = load_reward_functions(self.args.eval_reward_fn)
+                eval_functions = load_reward_functions(self.args.eval_reward_fn, modules)
+            if self.args.env or self.args.tools:
+                self.environments = load_environments(self.args.env, self.args.tools, modules)
             check_files(self.args)
             self.tokenizer = load_trained_tokenizer(self.args)
             if world.is_main:
@@ -222,6 +230,7 @@ class PpoRun(Run):
                 endings=self.endings,
                 args=args,
                 sharded=self.shard_group is not None,
+                turns=self._turns(),
             )
             if self.shard_group:  # each process soon has a part of each model, and a whole one of none
                 sampler.copy.unload()
@@ -245,6 +254,15 @@ class PpoRun(Run):
             world, self.train_states, self.loss_scale, self.progress, args.grad_clip, self.shard_group
         )
 
+    def _turns(self) -> MultiTurn | None:
+        """What makes several turns of a response, None without --env and --tools. Raises InputError for a
+        chat template that cannot go on behind a turn."""
+        if not (self.environments and isinstance(self.data, RLAIFDataset)):
+            return None
+        turns = MultiTurn(self.environments, self.tokenizer, self.endings, self.data.thinking, self.args)
+        turns.check(self.data[0])
+        return turns
+
     def _use_data(self, data: Prompts, functions: RewardFunctions, eval_functions: RewardFunctions) -> None:
         """Take the data, and do what needs no model besides: count the steps, make rewards without their
         models, call their functions once."""
@@ -255,11 +273,14 @@ class PpoRun(Run):
         self.responses_per_record = args.num_generations
         self.total_steps = self.count_steps()
         choose_warmup(args, self.total_steps)
-        known = run_values(0, self.total_steps, data, self.held_out)  # that functions may ask for
+        if self.environments:
+            self.environments.check_fields(data, self.held_out)
+        known = self.run_values(0)
         # The evaluation reward never trains. Logged answers come with their scores.
         self.reward = Reward()
         if not args.offline_data_path:
-            self.reward = make_reward(args, functions)
+            scores = self.environments is not None and self.environments.has_reward
+            self.reward = make_reward(args, functions, environment=scores)
             check_fields(functions, known, data, self.held_out)
         self.eval_reward = make_eval_reward(args, eval_functions)
         with named_as_evaluation():
@@ -270,9 +291,23 @@ class PpoRun(Run):
             return
         if args.resume:
             check_resume(self, self.text_fingerprints())
-        try_reward_functions(self.reward.functions, known, args.reward_timeout, data, self.held_out)
+        attempt = partial(try_reward_functions, environments=self._begun)
+        attempt(self.reward.functions, known, args.reward_timeout, data, self.held_out)
         with named_as_evaluation():
-            try_reward_functions(eval_functions, known, args.reward_timeout, self.held_out)
+            attempt(eval_functions, known, args.reward_timeout, self.held_out)
+
+    def _begun(self, prompts: Sequence[Prompt]) -> list[Any]:
+        """The environments of these prompts, reset; None for each with --tools, [] without both. Raises
+        InputError where reset fails."""
+        if self.environments is None:
+            return []
+        episodes = [self.environments.begin(prompt.record, seed=0) for prompt in prompts]
+        workers = [episode.worker for episode in episodes]
+        texts = run_all([episode.reset for episode in episodes], self.args.reward_timeout, workers)
+        for prompt, text in zip(prompts, texts, strict=True):
+            if isinstance(text, Exception):
+                raise ended_by(text, prompt)
+        return [episode.environment for episode in episodes]
 
     def _build_options(self) -> None:
         """Scales, options and the evaluation; ``states`` has those with a state that checkpoints keep."""
@@ -351,17 +386,26 @@ class PpoRun(Run):
 
     # ------------------------------------------------------------------------------- what it is asked for
 
+    def run_values(self, step: int) -> dict[str, object]:
+        """What reward functions may ask for besides the fields of the records (``run_values``)."""
+        of_turns = ["messages"] if self.environments else []
+        of_turns += ["environments"] if self.args.env else []
+        return run_values(step, self.total_steps, self.data, self.held_out, of_turns=of_turns)
+
     def request_scores(self, reward: Reward, batch: Batch) -> RawScores:
         """What each part of a reward (``Reward`` or ``EvalReward``) says of a batch's responses, before it is
         normalised, clipped and weighed. Raises InputError where one fails."""
         prompts = with_sampled_space(batch, self.tokenizer) if reward.server else batch.prompts
+        ids = batch.responses()
         request = Request(
             prompts,
             batch.texts,
             batch.finished.tolist(),
-            batch.layout.response_len,
-            batch.responses(),
-            run_values(self.progress.step, self.total_steps, self.data, self.held_out),
+            lengths=batch.lengths.tolist(),
+            ids=ids,
+            run_values=self.run_values(self.progress.step),
+            dialogues=batch.dialogues,
+            whole_texts=[decode(self.tokenizer, x) for x in ids] if batch.dialogues else (),
         )
         with self.models.host.on_device(*modules_of(reward)):
             return reward.score_parts(request)
@@ -446,10 +490,10 @@ class PpoRun(Run):
 
     def answers_go_to(self) -> str:
         """The parts of the reward that get the records' answers, or other fields of theirs; "" for none. What
-        they make of them, nobody knows."""
+        they make of them, nobody knows: the class of --env least."""
         reward = self.reward
         answered = not self.args.offline_data_path and self.data.with_answer
-        parts = []
+        parts = ["environment"] if reward.environment else []
         functions = [function for function, _ in reward.functions.values()]
         if functions and (answered or any(fields_read(f, self.data.columns) for f in functions)):
             parts.append("function")
@@ -475,6 +519,8 @@ class PpoRun(Run):
             "tokenizer": short_hash(sorted(self.tokenizer.get_vocab().items())),
             "offline_data_path" if self.args.offline_data_path else "data_path": self.data.fingerprint,
         }
+        if self.environments:
+            hashes["env" if self.args.env else "tools"] = self.environments.code_hash
         if self.reward.functions:
             hashes["reward_fn"] = code_hash(self.args.reward_fn)
             weights = [f"{name}={weight:g}" for name, (_, weight) in self.reward.functions.items()]

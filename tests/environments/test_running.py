@@ -17,7 +17,7 @@ from trainer.environments import running
 from trainer.environments.running import Hung, Worker, awaited, run_all
 
 OPEN = threading.Event()  # nobody sets it
-LIMIT = 0.8  # seconds
+LIMIT = 1.0  # seconds
 
 
 def sleep_then(seconds, value):
@@ -56,20 +56,19 @@ def test_jobs_that_wait_run_at_the_same_time_and_short_ones_one_after_the_other(
 
 
 def test_no_more_than_some_run_at_a_time_and_the_time_counts_from_the_start(monkeypatch):
-    monkeypatch.setattr(running, "AT_ONCE", 2)
+    monkeypatch.setattr(running, "AT_ONCE", 1)
     now = []
     most = []
 
     def job():
         now.append(1)
         most.append(len(now))
-        time.sleep(0.5)
+        time.sleep(0.6 * LIMIT)
         now.pop()
 
-    assert run_all([job] * 4, LIMIT) == [None] * 4  # the last one waits and runs for longer than it may run
-    assert max(most) == 2
-    monkeypatch.setattr(running, "AT_ONCE", 1)
-    hung, one = run_all([OPEN.wait, lambda: 1], 0.1)  # what hangs makes room
+    assert run_all([job] * 3, LIMIT) == [None] * 3  # the last one waits for longer than it may run
+    assert max(most) == 1
+    hung, one = run_all([OPEN.wait, lambda: 1], LIMIT)  # what hangs makes room
     assert (type(hung), one) == (Hung, 1)
 
 
@@ -78,10 +77,10 @@ def test_what_hangs_is_left_and_the_others_have_their_results():
     alive = threading.active_count()
     jobs = [OPEN.wait, lambda: 1, compute_without_end, partial(fail, ValueError("x")), partial(OPEN.wait, 60)]
     hung, one, computing, error, other = run_all(jobs, LIMIT)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert [type(x) for x in (hung, one, computing, error, other)] == [Hung, int, Hung, ValueError, Hung]
-    assert str(hung) == "no answer after 0.8 s"
-    end = time.monotonic() + 5
+    assert str(hung) == "no answer after 1 s"
+    end = time.monotonic() + 30
     while threading.active_count() > alive + 2 and time.monotonic() < end:
         time.sleep(0.01)  # what computes is ended; the two that sleep are not
     assert threading.active_count() <= alive + 2

@@ -13,12 +13,14 @@ t. The state in which policy and critic choose that token is at sequence positio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dataset.formats import Messages
 from dataset.lm_dataset import Prompt
 from trainer.compute.batching import Layout, pad_right, send
 
@@ -52,6 +54,19 @@ class RawScores:
             self.logged.setdefault(name, []).extend(values)
 
 
+class Dialogue(NamedTuple):
+    """A response in several turns (--env, --tools), beside its tokens."""
+
+    messages: Messages  # turns of the assistant, results of its calls, observations
+    environment: Any  # the user's object, None with --tools
+    score: float | None  # by the environment; None: it says nothing
+    turns: int = 1
+    calls: int = 0
+    failed_calls: int = 0  # that could not be read or run, or raised an exception
+    observation_tokens: int = 0
+    hung: bool = False  # ended because its environment took too long
+
+
 LATER: Any = None  # of a field that is filled later
 
 
@@ -66,7 +81,11 @@ class Batch:
     finished: Tensor  # [B] bool; True: ended by an EOS or a stop string, False: cut at max_gen_len
     sampler_logprobs: Tensor  # [B, R] the sampler's own
     prompts: list[Prompt] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)  # of the responses
+    texts: list[str] = field(default_factory=list)  # of the responses; of several turns the last one's
+    # ``sample`` with --env or --tools (trainer/environments)
+    is_action: Tensor | None = None  # [B, R] bool, False on observations, which stand between turns
+    turn_rewards: Tensor | None = None  # [B, R] of a text game, each on the last token of its turn
+    dialogues: list[Dialogue] = field(default_factory=list)
     # ``score``
     sampled_again: int = 0  # responses that --filter_groups has replaced
     raw: RawScores = field(default_factory=RawScores)
@@ -90,10 +109,23 @@ class Batch:
 
     @property
     def action_mask(self) -> Tensor:
-        """[B, R] bool, True on response tokens, but for responses without a score: nothing is learned from
-        these. From lengths, never from ``== pad``: pad may equal EOS."""
+        """[B, R] bool, True on sampled tokens, the end of each turn among them, but for responses without a
+        score: nothing is learned from these. From lengths, never from ``== pad``: pad may equal EOS."""
         mask = length_mask(self.response_len, self.sampler_logprobs.shape[1])
+        mask = mask if self.is_action is None else mask & self.is_action
         return mask if self.scores is LATER else mask & ~self.scores.isnan()[:, None]
+
+    @property
+    def action_order(self) -> Tensor | None:
+        """[B, R] int64: the columns of each row, first those of its sampled tokens. None where all are."""
+        if self.is_action is None:
+            return None
+        return torch.argsort(self.is_action.byte(), dim=1, descending=True, stable=True)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64: how many tokens of each response were sampled."""
+        return self.response_len if self.is_action is None else self.is_action.sum(1)
 
     @cached_property
     def layout(self) -> Layout:
@@ -118,9 +150,8 @@ class Batch:
             if x.dim() == 2:
                 x = x[:, : layout.longest if name == "tokens" else layout.shape[1]]
             picked[name] = x[index]
-        if self.texts:
-            picked["prompts"] = [self.prompts[row] for row in rows]
-            picked["texts"] = [self.texts[row] for row in rows]
+        for name, items in self.lists().items():
+            picked[name] = [items[row] for row in rows]
         part = replace(self, **picked, raw=RawScores(), parts={})
         part.layout = layout
         return part
@@ -131,14 +162,35 @@ class Batch:
         return self.rows(range(first, len(self.tokens))) if first > 0 else self
 
     def responses(self) -> list[list[int]]:
-        """The sampled token ids of every row, as lists; the EOS, if any, is included."""
+        """The token ids of every response, as lists; the EOS, if any, and observations are included."""
         layout = self.layout
         rows = zip(self.tokens.tolist(), layout.prompt_len, layout.response_len, strict=True)
         return [tokens[start : start + count] for tokens, start, count in rows]
 
+    def sampled(self) -> list[list[int]]:
+        """``responses`` without observations."""
+        responses = self.responses()
+        if self.is_action is None:
+            return responses
+        return [[*compress(*row)] for row in zip(responses, self.is_action.tolist(), strict=True)]
+
+    def last_turns(self) -> list[int]:
+        """The column with which the last turn of every response begins."""
+        if self.is_action is None:
+            return [0] * len(self.tokens)
+        width = self.is_action.shape[1]
+        column = torch.arange(1, width + 1, device=self.tokens.device)
+        observed = length_mask(self.response_len, width) & ~self.is_action
+        return torch.where(observed, column, 0).amax(1).tolist()
+
     def tensors(self) -> dict[str, Any]:
         """-> {name: tensor} of the fields that are filled"""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+
+    def lists(self) -> dict[str, list]:
+        """-> {name: a list with an item for each row} of the fields that are filled"""
+        found: dict[str, list] = {"prompts": self.prompts, "texts": self.texts, "dialogues": self.dialogues}
+        return {name: items for name, items in found.items() if items}
 
 
 def join_batches(parts: Sequence[Batch]) -> Batch:
@@ -152,9 +204,9 @@ def join_batches(parts: Sequence[Batch]) -> Batch:
             width = max(x.shape[1] for x in tensors)
             tensors = [F.pad(x, (0, width - x.shape[1])) for x in tensors]
         joined[name] = torch.cat(tensors)
-    if all(part.texts for part in parts):
-        joined["prompts"] = [prompt for part in parts for prompt in part.prompts]
-        joined["texts"] = [text for part in parts for text in part.texts]
+    lists = [part.lists() for part in parts]
+    for name in set(lists[0]).intersection(*lists):
+        joined[name] = [item for items in lists for item in items[name]]
     return Batch(**joined)
 
 
