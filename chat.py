@@ -285,8 +285,8 @@ def make_speaker(args: Flags, record: Record, device: torch.device) -> Speaker:
     for name in needed(environments.reset_takes):
         if name not in record:
             raise InputError(
-                f"--env {args.env}: reset's parameter {name!r} is not in the record; {keys_found(record)}: give "
-                f"it in --record '{{\"{name}\": …}}', or a default"
+                f"--env {args.env}: reset's parameter {name!r} is not in the record; {keys_found(record)}: "
+                f"give it in --record '{{\"{name}\": …}}', or a default"
             )
     return Player(model_path(args), args, device, environments, record)
 
