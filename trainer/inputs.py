@@ -467,10 +467,11 @@ def sampler_limits(
     args: Flags, actor: PreTrainedModel, data: Prompts, held_out: RLAIFDataset | None
 ) -> SamplerLimits:
     """Flags and data -> ``SamplerLimits``. Raises InputError for more positions than the actor has."""
-    # What reset adds to a prompt nobody knows before.
-    prompts = args.max_seq_len if args.env else max(x.longest for x in (data, held_out) if x)
-    longest = args.max_gen_len + prompts
     limit = most_positions(actor.config)
+    prompts = max(x.longest for x in (data, held_out) if x)
+    if args.env:  # reset may add to a prompt
+        prompts = max(prompts, min(args.max_seq_len, limit - args.max_gen_len))
+    longest = args.max_gen_len + prompts
     if longest > limit:
         raise InputError(
             f"--max_gen_len {args.max_gen_len}: with prompts of {prompts} tokens it "

@@ -8,7 +8,7 @@ import tiny
 import torch
 from tiny_templates import ALL, MINIMIND3, QWEN, with_template
 
-from dataset.chat_template import conversation_text, encode, prompt_text, render, unmark
+from dataset.chat_template import conversation_text, encode, mark_special, prompt_text, render, unmark
 from dataset.formats import TurnText, as_exchange, as_openai, to_messages
 from dataset.lm_dataset import Prompt
 from trainer.compute.batch import new_batch
@@ -20,8 +20,8 @@ from trainer.generation.stops import Endings, Forbidden, StopStrings
 
 GAME = """
 class Game:
-    def reset(self, seed, turns=3):
-        self.seed, self.left, self.heard = seed, turns, []
+    def reset(self, seed, rounds=3):
+        self.seed, self.left, self.heard = seed, rounds, []
         return " Go."
 
     def step(self, text):
@@ -85,7 +85,7 @@ def make(tmp_path, chat):
         tokenizer = with_template(chat, template)
         end = tokenizer.eos_token_id
         stop_strings = StopStrings([*stops], tokenizer) if stops else None
-        values = {"max_seq_len": 500, "max_gen_len": 300, "max_turns": 8, "reward_timeout": 5.0, **flags}
+        values = {"max_seq_len": 2000, "max_gen_len": 1000, "max_turns": 8, "reward_timeout": 5.0, **flags}
         return MultiTurn(
             environments=load_environments(f"{path}:{name}", []),
             tokenizer=tokenizer,
@@ -109,7 +109,8 @@ def begin(turns, *prompts):
 
 def say(turns, talks, *texts, ended=True):
     """Each conversation goes on with a text as if it had been sampled. The log-prob of token n is -n - 1."""
-    rows = [turns.tokenizer.encode(text) + [turns.tokenizer.eos_token_id] * ended for text in texts]
+    rows = encode(turns.tokenizer, [mark_special(turns.tokenizer, text) for text in texts])
+    rows = [ids + [turns.tokenizer.eos_token_id] * ended for ids in rows]
     tokens, lengths = pad_right(rows)
     logprobs = -torch.arange(1.0, tokens.shape[1] + 1).repeat(len(rows), 1)
     batch = new_batch(
@@ -124,7 +125,7 @@ def text_of(turns, talk):
 
 def test_a_game_token_by_token(make):
     turns = make(GAME)
-    prompts = [prompt_of(turns), prompt_of(turns, "Again?", 1, turns=1)]
+    prompts = [prompt_of(turns), prompt_of(turns, "Again?", 1, rounds=1)]
     talks = begin(turns, *prompts)
     assert [talk.episode.environment.seed for talk in talks] == [int(key) % 2**31 for key in KEYS[:2]]
     assert [talk.prompt.prompt for talk in talks] == ["What is two? Go.", "Again? Go."]
@@ -138,10 +139,10 @@ def test_a_game_token_by_token(make):
     assert talks[0].episode.environment.heard == ["2", "22", ""]
     batch = turns.as_batch(talks, "cpu")
 
-    encode, end = turns.tokenizer.encode, turns.tokenizer.eos_token_id
-    between = [encode(f"\n<|im_start|>user\nheard {n}<|im_end|>\n<|im_start|>assistant\n") for n in (1, 2)]
-    two = encode("2")
-    rows = [[*two, end, *between[0], *two, *two, end, *between[1], end], [*encode("4"), end]]
+    ids_of, end = turns.tokenizer.encode, turns.tokenizer.eos_token_id
+    between = [ids_of(f"\n<|im_start|>user\nheard {n}<|im_end|>\n<|im_start|>assistant\n") for n in (1, 2)]
+    two = ids_of("2")
+    rows = [[*two, end, *between[0], *two, *two, end, *between[1], end], [*ids_of("4"), end]]
     mask = [1, 1, *[0] * len(between[0]), 1, 1, 1, *[0] * len(between[1]), 1]
     logprobs = [-1, -2, *[0] * len(between[0]), -1, -2, -3, *[0] * len(between[1]), -1]
     rewards = [0, 0.25, *[0] * len(between[0]), 0, 0, 0.25, *[0] * len(between[1]), 0.25]
@@ -307,16 +308,18 @@ def test_a_reset_that_takes_too_long_leaves_one_turn(make):
 
 
 def test_exceptions_of_the_class_end_the_run_with_a_line(make, tmp_path):
-    place = rf"{tmp_path / 'world.py'}:\d+; correct the class"
+    place = rf"{tmp_path / 'world.py'}:\d+; correct"
     turns = make(GAME.replace('return " Go."', 'raise KeyError("x")'))
-    tiny.refused(f"--env: reset of record 1: KeyError: 'x' at {place}", begin, turns)
+    tiny.refused(f"record 1: --env: reset.* KeyError: 'x' at {place}", begin, turns)
     turns = make(GAME.replace("self.left -= 1", "self.gone"))
     talks = begin(turns)
-    tiny.refused(f"--env: step of record 1: AttributeError: .*gone' at {place}", say, turns, talks, "2")
+    tiny.refused(f"record 1: --env: step.* AttributeError: .*gone' at {place}", say, turns, talks, "2")
     turns = make(TOOLS.replace("2.0 * len(self.called)", "1 / 0"), QWEN)
     talks = begin(turns)
     say(turns, talks, "2")
-    tiny.refused(f"get_reward of record 1: ZeroDivisionError: .* at {place}", turns.as_batch, talks, "cpu")
+    tiny.refused(
+        f"record 1: --env: get_reward.* ZeroDivisionError: .* at {place}", turns.as_batch, talks, "cpu"
+    )
 
 
 def test_a_megabyte_is_cut_and_the_next_response_goes_on(make):
@@ -423,9 +426,9 @@ def test_a_call_may_end_with_a_stop_string(make):
 def test_a_reward_model_reads_the_whole_conversation(make):
     turns = make(TOOLS, QWEN)
     (talk,) = begin(
-        turns, prompt_of(turns, [tiny.user("Two?"), tiny.assistant(TurnText("It", is_begun=True))])
+        turns, prompt_of(turns, [tiny.user("Two?"), tiny.assistant(TurnText("It ", is_begun=True))])
     )
-    say(turns, [talk], f" is\n{call('add', a=1, b=1)}")
+    say(turns, [talk], f"is\n{call('add', a=1, b=1)}")
     say(turns, [talk], "It is 2.")
     exchange = as_exchange(talk.prompt.prompt, talk.messages)
     text = unmark(conversation_text(turns.tokenizer, *exchange))

@@ -15,8 +15,6 @@ One budget, ``--max_gen_len``, is for turns and observations together. A respons
 A tool's exception is its result. That of ``reset``, ``step`` or ``get_reward`` ends the run.
 """
 
-import os
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +37,6 @@ from trainer.environments.observations import Observer
 from trainer.environments.running import Hung, run_all
 from trainer.environments.tool_calls import BadCall, Call, error_result, read_turn
 from trainer.generation.stops import Endings, decode, response_text
-from trainer.user_code import described
 
 SEED_BITS = 31  # of the seed that reset gets: numpy takes 32, and some games take no more
 T = TypeVar("T")
@@ -138,18 +135,20 @@ class MultiTurn:
         originals = [p.original if isinstance(p, OpenedPrompt) else p for p in prompts]
         seeds = [key % 2**SEED_BITS for key in keys.tolist()]
         episodes = [self.environments.begin(p.record, seed) for p, seed in zip(originals, seeds, strict=True)]
-        texts = self._run([episode.reset for episode in episodes])
+        texts = self._run(episodes, [episode.reset for episode in episodes])
         talks = []
         for prompt, episode, text in zip(originals, episodes, texts, strict=True):
-            if isinstance(text, Exception) and not isinstance(text, Hung):
-                raise environment_error("reset", text, prompt)
-            hung = isinstance(text, Hung)
-            opened = self._opened(prompt, "" if hung else text or "")
-            talks.append(Conversation(opened, episode, hung))
+            if isinstance(text, Hung):
+                talks.append(Conversation(self._opened(prompt, ""), episode, hung=True))
+            elif isinstance(text, Exception):
+                raise ended_by(text, prompt)
+            else:
+                talks.append(Conversation(self._opened(prompt, text or ""), episode))
         return talks
 
-    def _run(self, jobs: list[Callable[[], T]]) -> list[T | Exception | Hung]:
-        return run_all(jobs, self.args.reward_timeout)
+    def _run(self, episodes: list[Episode], jobs: list[Callable[[], T]]) -> list[T | Exception]:
+        workers = [episode.worker for episode in episodes]
+        return run_all(jobs, self.args.reward_timeout, workers)
 
     def _opened(self, prompt: Prompt, text: str) -> Prompt:
         """The prompt with ``text`` at the end of its last user turn, and with tools."""
@@ -197,7 +196,8 @@ class MultiTurn:
                 jobs.append(job)
             else:
                 talk.end(finished=True)
-        for talk, result in zip(waiting, self._run(jobs), strict=True):
+        results = self._run([talk.episode for talk in waiting], jobs)
+        for talk, result in zip(waiting, results, strict=True):
             self._take(talk, result)
 
     def _job(self, talk, ids):
@@ -226,7 +226,7 @@ class MultiTurn:
             talk.end(finished=False)
             return
         if isinstance(result, Exception):
-            raise environment_error("step", result, talk.prompt)
+            raise ended_by(result, talk.prompt)
         if self.environments.is_text_game:
             text, reward, done = result
             talk.turn_rewards.append(reward)
@@ -253,17 +253,19 @@ class MultiTurn:
         a text game's rewards. Raises InputError if get_reward raises an exception."""
         if self.environments.is_text_game:
             return [None if talk.hung else sum(talk.turn_rewards) for talk in talks]
-        scores: list[float | None] = [None] * len(talks)
-        asked = [i for i, talk in enumerate(talks) if self.environments.has_reward and not talk.hung]
-        for i, score in zip(asked, self._run([talks[i].episode.get_reward for i in asked]), strict=True):
-            if isinstance(score, Hung):
-                talks[i].hung = True
-                talks[i].end(finished=False)
-            elif isinstance(score, Exception):
-                raise environment_error("get_reward", score, talks[i].prompt)
+        asked = [talk for talk in talks if self.environments.has_reward and not talk.hung]
+        episodes = [talk.episode for talk in asked]
+        rewards = self._run(episodes, [episode.get_reward for episode in episodes])
+        scores = {}
+        for talk, reward in zip(asked, rewards, strict=True):
+            if isinstance(reward, Hung):
+                talk.hung = True
+                talk.end(finished=False)
+            elif isinstance(reward, Exception):
+                raise ended_by(reward, talk.prompt)
             else:
-                scores[i] = score
-        return scores
+                scores[id(talk)] = reward
+        return [scores.get(id(talk)) for talk in talks]
 
     def as_batch(self, talks: Sequence[Conversation], device: Device) -> Batch:
         """Conversations that are over -> a ``Batch`` with the fields of ``sample``, scored by their
@@ -340,16 +342,9 @@ def run_calls(episode: Episode, calls: Sequence[Call | BadCall]) -> list[Result]
     return results
 
 
-def environment_error(method: str, error: Exception, prompt: Prompt) -> InputError:
-    """-> the error that ends a run where a method of the user's class has raised an exception."""
-    if isinstance(error, InputError):
-        return error
-    ours = os.path.dirname(__file__)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
-    place = f" at {frames[0].filename}:{frames[0].lineno}" if frames else ""
-    return InputError(
-        f"--env: {method} of record {prompt.index + 1}: {described(error)[:200]}{place}; correct the class"
-    )
+def ended_by(error: Exception, prompt: Prompt) -> InputError:
+    """-> the error that ends a run where reset, step or get_reward has raised one."""
+    return InputError(f"record {prompt.index + 1}: {error}")
 
 
 def rewards_by_token(talk: Conversation) -> list[float]:

@@ -28,7 +28,7 @@ from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.weights import short_hash
 from trainer.environments.running import Stopped, Worker, awaited
-from trainer.environments.tool_calls import as_unicode
+from trainer.environments.tool_calls import CallError, as_unicode
 from trainer.user_code import Modules, code_of, contained, described, load_named, mistake, shown
 
 Tool = Callable[..., object]
@@ -39,10 +39,6 @@ TOOL_FORM = (
     "a tool needs a docstring, a type for each parameter, and a line of each below Args: in the docstring; a "
     "method that is no tool has a name that begins with _"
 )
-
-
-class CallError(Exception):
-    """A call that no tool can be given: its text is the answer."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class Environments:
 
 @dataclass(eq=False)
 class Episode:
-    """One response's environment. All but the first three are jobs for ``run_all``, each in ``worker``."""
+    """One response's environment. Its methods are jobs for ``run_all``, in its ``worker``."""
 
     environments: Environments
     record: Record
@@ -196,8 +192,8 @@ def load_environments(env: str, tools: str | Sequence[str], modules: Modules | N
     has_reward = is_text_game or callable(getattr(probe, "get_reward", None))
     if not schemas and not has_reward:
         raise InputError(
-            f"--env {env}: {type(probe).__name__} has no public method: each tool is one, with a docstring and "
-            "types, and a text game has step(self, text)"
+            f"--env {env}: {type(probe).__name__} has no public method: each tool is one, with a docstring "
+            "and types, and a text game has step(self, text)"
         )
     return Environments(
         schemas=[*schemas.values()],

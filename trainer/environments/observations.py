@@ -44,7 +44,7 @@ def behind_turn(
     """What the chat template writes behind a turn that answers ``prompt``: what ends it, the observations,
     the beginning of the next turn. switches: of the template, as for thinking. Raises InputError for a
     template that does not keep what stands before, or that refuses such a conversation."""
-    messages, _ = whole_answer(to_messages(prompt), "")
+    messages = to_messages(whole_answer(to_messages(prompt), "")[0])
     turns = [*messages, {"role": "assistant", "content": TURN}, *observations]
     # A thought that the template opens for a new turn may be missing in a turn of the past.
     before = TEMPLATE_THOUGHT.sub("", render(tokenizer, messages, generate=True, tools=tools, **switches))

@@ -37,6 +37,10 @@ class BadCall:
     error: str
 
 
+class CallError(Exception):
+    """A call that can be read and that no tool can be given."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """A turn of the policy's. content: what stands outside of thoughts and calls; a call that cannot be read
@@ -58,9 +62,15 @@ def read_turn(
     return _read_tags(text, before)
 
 
-def error_result(error: BadCall | BaseException) -> str:
+def error_result(error: BadCall | Exception) -> str:
     """What answers a call that failed, as a tool's result: {"error": "ValueError: …"} as JSON."""
-    reason = error.error if isinstance(error, BadCall) else described(error)
+    match error:
+        case BadCall():
+            reason = error.error
+        case CallError():
+            reason = str(error)
+        case _:
+            reason = described(error)
     return json.dumps({"error": as_unicode(reason)}, ensure_ascii=False)
 
 

@@ -96,11 +96,9 @@ class Sampler:
     ) -> Batch:
         """One response a prompt -> ``Batch`` with its first five fields, in the order of the prompts.
 
-        prompt_ids: B non-empty lists; keys [B]: from ``noise_keys``; eos_ids: each of them ends a response;
-        textless: of ``Forbidden``; greedy [B]: whose tokens are the likeliest ones; temperature 0: all, at 1.
-        first_places [B]: how many tokens at the end of each prompt belong to the response, of earlier turns;
-        they count in max_gen_len and min_gen_len, and noise goes on behind theirs.
-        When memory runs out, sampling starts again with half the slots: the same tokens up to rounding.
+        keys [B]: from ``noise_keys``; textless: of ``Forbidden``; greedy [B]: whose tokens are the likeliest
+        ones; temperature 0: all, at 1. first_places [B]: how many tokens at the end of each prompt are of the
+        response, its earlier turns: lengths and noise go on behind them.
         InputError if a single sequence does not fit, or if the model gives NaN.
         """
         count = len(prompt_ids)
@@ -122,8 +120,9 @@ class Sampler:
             return engine
 
         with torch.inference_mode():
+            # Again with half the slots where memory runs out: the same tokens up to rounding
             while (engine := attempt(run)[1]) is None:
-                self.release()  # before anything is built again, so that no two caches fill the memory
+                self.release()  # before anything is built again, so that no two caches fill it
                 if self.tried == 1:
                     raise out_of_memory_error(width)
                 self.slots = self.tried // 2
