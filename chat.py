@@ -15,6 +15,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -186,10 +187,16 @@ class Player(Speaker):
         # No limit of time: a person can end what hangs. ``room`` says how long a prompt may be.
         self.limits = Namespace(max_seq_len=sys.maxsize, max_turns=args.max_turns, reward_timeout=0)
         self.turns = MultiTurn(environments, self.tokenizer, self.endings, thinking=None, args=self.limits)
+        self.output = sys.stdout
 
     def answer(self, prompt: AnyPrompt) -> str:
         """Show the answer to a prompt turn by turn -> its last turn. Raises InputError as ``play``."""
-        return self.play(prompt).text
+        with redirect_stdout(sys.stderr):  # what the user's code prints
+            return self.play(prompt).text
+
+    def speak(self, context: list[int], limit: int) -> tuple[list[int], bool]:
+        with redirect_stdout(self.output):
+            return super().speak(context, limit)
 
     def play(self, prompt: AnyPrompt) -> Conversation:
         """Show the answer to a prompt turn by turn, behind each turn what answers it, and the score that the

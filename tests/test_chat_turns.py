@@ -95,7 +95,7 @@ def learned(tokenizer, texts):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder with tools.py, game.py, game.jsonl, and two policies: adder.pth, which calls, and player.pth."""
+    """A folder with tools.py, game.py, game.jsonl and two policies: adder.pth calls, player.pth plays."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "tools.py").write_text(ADD.replace("BODY", "return a + b"))
     (folder / "game.py").write_text(GAME)
@@ -165,6 +165,17 @@ def test_a_tool_is_run_and_the_tokens_are_those_of_training(world, tmp_path, cap
         records = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": question}])
         same_response(talk, of_training(one, records, 0))
     assert one.answer(SUM) == "It is 5."
+
+
+def test_a_turn_may_end_with_a_stop_string(world, tmp_path, capsys):
+    """The policy's own end of a turn is then a part of the observation."""
+    one = player(world, stop=["</tool_call>"])
+    talk = one.play(SUM)
+    assert capsys.readouterr().out.endswith("</tool_call>\nIt is 5.\n")
+    records = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": SUM}])
+    same_response(talk, of_training(one, records, 0))
+    assert talk.is_action[talk.turn_ends[0] + 1] is False
+    assert talk.ids[talk.turn_ends[0] + 1] in one.endings.eos
 
 
 def test_a_game_is_played_as_in_training(world, tmp_path, capsys):
@@ -249,18 +260,19 @@ def test_errors_and_much_text_are_shown(world, tmp_path, capsys):
 
 def test_ctrl_c_ends_a_tool_that_hangs(world, tmp_path):
     path = tmp_path / "slow.py"
-    path.write_text(ADD.replace("BODY", "print('at work', flush=True); time.sleep(600)"))
+    path.write_text(ADD.replace("BODY", "print('at work'); time.sleep(600)"))
     process = start(
         "--model", world / "adder.pth", "--tools", f"{path}:add", "--prompt", SUM, "--device", "cpu"
     )
-    lines = iter(process.stdout.readline, "")
+    lines = iter(process.stderr.readline, "")
     assert "at work\n" in lines
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, noise = process.communicate(timeout=60)
+    output, noise = process.communicate(timeout=60)
     assert time.monotonic() - begun < 30
     assert process.returncode == 130
-    assert noise.splitlines()[1:] == ["interrupted"]
+    assert noise == "interrupted\n"
+    assert output.endswith("</tool_call>\n") and "at work" not in output
 
 
 WRONG = {
