@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dataset.lm_dataset import Prompt
 from errors import InputError
+from trainer.compute.batch import Dialogue
 from trainer.rewards.reward_function import Request
 from trainer.runs.health import Health
 
@@ -89,6 +90,12 @@ def request_of(prompts, responses, answers=None, finished=None, records=None, le
     return Request(found, responses, finished or [True] * count, lengths or [1] * count)
 
 
+def dialogue(*messages, environment=None, score=None, **counts):
+    """A ``Dialogue`` of these messages; an assistant's turn may be given as its text."""
+    turns = [assistant(turn) if isinstance(turn, str) else turn for turn in messages]
+    return Dialogue(turns, environment, score, **counts)
+
+
 def user(text):
     return {"role": "user", "content": text}
 
@@ -156,10 +163,12 @@ def score(prompts, responses, answers):
 WORDS = list("abcdefgh")
 
 
-def run_files(folder, count=40, words=WORDS):
+def run_files(folder, count=40, words=WORDS, template=CHAT):
     """A policy of eight words, a reward model, a reward function and ``count`` prompts of different lengths,
     as flags. The penalty is given: to choose one, a run would call the function once more."""
+    folder.mkdir(exist_ok=True)
     tokenizer = word_tokenizer(words, chat=True)
+    tokenizer.chat_template = template
     (folder / "combine.py").write_text(FAULTY_REWARD)
     prompts = [{"prompt": " ".join(words[(n + i) % 8] for i in range(1 + n % 7))} for n in range(count)]
     return {

@@ -185,6 +185,10 @@ class History:
             "responses": self.responses,
             "times_seen": self.get("total_steps") * self.responses / (in_a_pass or math.inf),
             "exact": self.get("dtype") == "float32",
+            # Of several turns, as shares of what a response may have:
+            "observed_share": self.newest("rollout/observation_tokens", 0)
+            / (self.get("max_gen_len") or math.inf),
+            "turns_used": self.newest("rollout/turns", 0) / (self.get("max_turns") or math.inf),
             "clips_tokens": self.get("policy_loss") != "gspo",
             "responses_seen": self.step * self.responses,
             "responses_alike": self.equal_steps * self.responses,
@@ -235,7 +239,8 @@ class History:
             if tested and (not tested[-1] or self.change("eval/accuracy", tested[0], tested[-1]) < -1):
                 return ""
             return "all_solved" if risen else ""
-        written = values["reward/function"] + values["reward/server"]  # the user's own rewards
+        own = ("reward/function", "reward/server", "reward/environment")  # the user's rewards
+        written = [x for name in own for x in values[name]]
         if written and self._none("rollout/finished"):
             return "all_cut"
         if count < 2 * FEW_RESPONSES:
