@@ -211,6 +211,18 @@ def test_the_seed_decides_what_reset_draws_as_in_training(world, tmp_path, capsy
     assert len(found) > 1
 
 
+def test_the_tools_of_a_record_are_shown_in_place_of_those_of_the_class(world, tmp_path):
+    path = tmp_path / "tools.py"
+    path.write_text(
+        "class World:\n" + ADD.replace("(a", "(self, a").replace("BODY", "return 7").replace("\n", "\n    ")
+    )
+    schemas = load_environments("", [f"{world / 'tools.py'}:add"]).schemas
+    text = json.dumps(schemas).replace("Add.", "Sum.")
+    for record, shown in (("{}", "Add."), (f'{{"tools": {text}}}', "Sum.")):
+        talk = player(world, record=record, tools=[], env=f"{path}:World").play(SUM)
+        assert ("Add." in talk.prompt.text, "Sum." in talk.prompt.text) == (shown == "Add.", shown == "Sum.")
+
+
 def test_the_output_has_the_turns_and_stderr_the_rest(world):
     flags = ["--model", world / "player.pth", "--env", f"{world / 'game.py'}:Game", "--device", "cpu"]
     process = start(*flags, "--record", json.dumps({"number": 3}))
