@@ -68,8 +68,9 @@ from dataset.formats import (
     to_messages,
     to_prompt,
     tools_of,
+    without_calls,
 )
-from dataset.lm_dataset import Prompt
+from dataset.lm_dataset import Prompt, lists_tools
 from dataset.record_files import located, open_records
 from model.loading import check_tokenizer, load_policy, load_tokenizer, most_positions, tokenizer_source
 from trainer.compute.batch import new_batch
@@ -183,7 +184,7 @@ class Player(Speaker):
     ) -> None:
         super().__init__(path, args, device)
         self.record = record
-        self.tools = tools_of(record)
+        self.tools = tools_of(record) or environments.schemas
         # No limit of time: a person can end what hangs. ``room`` says how long a prompt may be.
         self.limits = Namespace(max_seq_len=sys.maxsize, max_turns=args.max_turns, reward_timeout=0)
         self.turns = MultiTurn(environments, self.tokenizer, self.endings, thinking=None, args=self.limits)
@@ -203,9 +204,10 @@ class Player(Speaker):
         environment gives. torch's seed decides that of ``reset``. Raises InputError if the prompt is too
         long, the chat template cannot go on behind a turn, or reset, step or get_reward fails."""
         messages = self.asked(prompt)
-        text = prompt_text(self.tokenizer, messages, self.tools)
+        tools = () if lists_tools(to_messages(messages)) else self.tools
+        text = prompt_text(self.tokenizer, messages, tools)
         (ids,) = encode(self.tokenizer, [text])
-        first = Prompt(0, messages, None, ids, self.record, unmark(text), tools=self.tools)
+        first = Prompt(0, messages, None, ids, self.record, unmark(text), tools=tools)
         self.turns.check(first)
         (talk,) = self.turns.begin([first], noise_keys(torch.initial_seed(), 0, [0]))
         question = to_messages(talk.prompt.prompt)[-1]["content"]
@@ -265,7 +267,7 @@ def asked_by(record: Record) -> AnyPrompt | None:
     """The prompt of a record, as messages, None if it has none. Raises InputError if it cannot be read."""
     if record.keys().isdisjoint((*PROMPTS, "instruction", "text")):
         return None
-    return to_messages(to_prompt(record)[0])
+    return to_messages(without_calls(record, to_prompt(record)[0]))
 
 
 def questions(args: Flags, record: Record) -> Iterator[AnyPrompt]:

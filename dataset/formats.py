@@ -420,6 +420,24 @@ def tools_of(record: Record) -> Tools:
     return [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
 
 
+def tool_name(tool: Record) -> str:
+    """The name of a tool as ``tools_of`` gives it, "" without one."""
+    match tool:
+        case {"function": {"name": str(name)}}:
+            return name
+    return ""
+
+
+def without_calls(record: Record, prompt: AnyPrompt) -> AnyPrompt:
+    """The prompt of a record without the calls and results at its end: the policy makes its own, and they are
+    run. What a record has under "prompt" stays as it is."""
+    turns = to_messages(prompt)
+    users = [place for place, turn in enumerate(turns) if turn["role"] == "user"]
+    if turns[-1]["role"] != "tool" or not users or _question(record) == record.get("prompt"):
+        return prompt
+    return turns[: users[-1] + 1]
+
+
 def _from_json(value: Any) -> Any:
     """What a text has as JSON; anything else as it is."""
     with suppress(ValueError, TypeError):
@@ -483,28 +501,6 @@ def whole_answer(prompt: AnyPrompt, response: str) -> Exchange:
     """A prompt and what was sampled -> (the prompt without the beginning of the answer, the answer)."""
     beginning = "" if isinstance(prompt, str) else begun(prompt)
     return (prompt[:-1], beginning + response) if beginning else (prompt, response)
-
-
-def as_exchange(prompt: AnyPrompt, completion: Messages) -> Exchange:
-    """A prompt and what follows it, turns of the assistant's with what answers them between -> (all that
-    stands before the last turn, the text of that)."""
-    first, *others = completion
-    if others:
-        question, answer = whole_answer(to_messages(prompt), first["content"])
-        prompt = [*question, {"role": "assistant", "content": answer}, *others[:-1]]
-    return prompt, completion[-1]["content"]
-
-
-def as_openai(messages: Messages) -> list[Record]:
-    """Messages with thoughts and calls of tools beside their contents, as functions of users read them."""
-    found = []
-    for message in messages:
-        turn = TurnText.of(message["content"])
-        more: Record = {"reasoning_content": turn.thought} if turn.thought else {}
-        if turn.calls:
-            more["tool_calls"] = [*turn.calls]
-        found.append({**message, "content": turn.content, **more})
-    return found
 
 
 def add_system(prompt: AnyPrompt, system_prompt: str) -> AnyPrompt:

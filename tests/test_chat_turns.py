@@ -100,6 +100,7 @@ def world(tmp_path_factory):
     (folder / "tools.py").write_text(ADD.replace("BODY", "return a + b"))
     (folder / "game.py").write_text(GAME)
     write_jsonl(folder / "game.jsonl", [{"prompt": GUESS, "number": 7}])
+    write_jsonl(folder / "bad.jsonl", [3, {}])
     sums = [sum_of(SUM, 2, 3), sum_of(OTHER_SUM, 2, 4)]
     games = [game_of(number) for number in range(1, 8)]
     schemas = load_environments("", f"{folder / 'tools.py'}:add").schemas
@@ -142,7 +143,7 @@ def of_training(one, records, seed):
     turns = MultiTurn(one.turns.environments, one.tokenizer, one.endings, None, args)
     sampler = Sampler(model)
     engine = RolloutEngine(sampler, one.tokenizer, one.endings, args, sharded=False, turns=turns)
-    prompt = RLAIFDataset(records, one.tokenizer, 250)[0]
+    prompt = RLAIFDataset(records, one.tokenizer, 250, tools=turns.environments.schemas)[0]
     return engine.respond([prompt], noise_keys(seed, 0, [0]), 1.0, greedy=[True])
 
 
@@ -294,6 +295,7 @@ WRONG = {
     ("--env", "{folder}/game.py:Game"): "reset's parameter 'number' is not in the record; .* --record",
     ("--env", "{folder}/game.py:Game", "--record", "{{3"): "--record {3: .*; give a JSON object",
     ("--env", "{folder}/game.py:Game", "--record", "{folder}/none.jsonl"): "none.jsonl: cannot be read",
+    ("--env", "{folder}/game.py:Game", "--record", "{folder}/bad.jsonl"): "bad.jsonl:1: ",
     ("--env", "{folder}/game.py:Game", "--tools", "x.py:f"): "--tools x.py:f: not with --env",
     ("--tools", "{folder}/tools.py:add", "--record", "{{}}"): "--record {}: is of use only with --env",
 }

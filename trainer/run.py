@@ -4,7 +4,7 @@ train_ppo.py trains it. The models, and why the reference never changes: models.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import learned_pieces
-from dataset.lm_dataset import LoggedAnswers, LoggedPairs, RLAIFDataset, local_positions
+from dataset.formats import Tools
+from dataset.lm_dataset import LoggedAnswers, LoggedPairs, Prompt, RLAIFDataset, local_positions
 from errors import InputError
 from model.loading import embeddings, is_moe, load_policy
 from model.lora import describe as describe_adapters
@@ -27,8 +28,9 @@ from trainer.compute.batch import Batch, RawScores
 from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.sharding import ShardGroup
-from trainer.environments.conversation import MultiTurn
+from trainer.environments.conversation import MultiTurn, ended_by
 from trainer.environments.environment import Environments, load_environments
+from trainer.environments.running import run_all
 from trainer.evaluation import Evaluation
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
@@ -121,7 +123,7 @@ class PpoRun(Run):
             if world.is_main:
                 check_resume(self)
             start.part("data")
-            prompts, self.held_out = read_prompts(self.args, self.tokenizer)
+            prompts, self.held_out = read_prompts(self.args, self.tokenizer, self.tools())
             if prompts:
                 self._use_data(prompts, functions, eval_functions)
         start.part("models")
@@ -193,7 +195,7 @@ class PpoRun(Run):
         args.freeze()
         # Those of this process' rows in the global batch.
         self.positions = local_positions(args.batch_size, world.rank, world.size, args.num_generations)
-        self.demonstrations = load_demonstrations(args, self.tokenizer, actor)
+        self.demonstrations = load_demonstrations(args, self.tokenizer, actor, self.tools())
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, actor)
         sizes = {"actor": ModelSizes(actor, self.dtype)}
         if critic:
@@ -253,6 +255,10 @@ class PpoRun(Run):
             world, self.train_states, self.loss_scale, self.progress, args.grad_clip, self.shard_group
         )
 
+    def tools(self) -> Tools:
+        """The schemas of the tools that are run, with --env or --tools."""
+        return self.environments.schemas if self.environments else ()
+
     def _turns(self) -> MultiTurn | None:
         """What makes several turns of a response, None without --env and --tools. Raises InputError for a
         chat template that cannot go on behind a turn."""
@@ -290,9 +296,23 @@ class PpoRun(Run):
             return
         if args.resume:
             check_resume(self, self.text_fingerprints())
-        try_reward_functions(self.reward.functions, known, args.reward_timeout, data, self.held_out)
+        attempt = partial(try_reward_functions, environments=self._begun)
+        attempt(self.reward.functions, known, args.reward_timeout, data, self.held_out)
         with named_as_evaluation():
-            try_reward_functions(eval_functions, known, args.reward_timeout, self.held_out)
+            attempt(eval_functions, known, args.reward_timeout, self.held_out)
+
+    def _begun(self, prompts: Sequence[Prompt]) -> list[Any]:
+        """The environments of these prompts, reset; None for each with --tools, [] without both. Raises
+        InputError where reset fails."""
+        if self.environments is None:
+            return []
+        episodes = [self.environments.begin(prompt.record, seed=0) for prompt in prompts]
+        workers = [episode.worker for episode in episodes]
+        texts = run_all([episode.reset for episode in episodes], self.args.reward_timeout, workers)
+        for prompt, text in zip(prompts, texts, strict=True):
+            if isinstance(text, Exception):
+                raise ended_by(text, prompt)
+        return [episode.environment for episode in episodes]
 
     def _build_options(self) -> None:
         """Scales, options and the evaluation; ``states`` has those with a state that checkpoints keep."""
@@ -373,7 +393,7 @@ class PpoRun(Run):
 
     def run_values(self, step: int) -> dict[str, object]:
         """What reward functions may ask for besides the fields of the records (``run_values``)."""
-        of_turns = ["messages"] if self.args.env or self.args.tools else []
+        of_turns = ["messages"] if self.environments else []
         of_turns += ["environments"] if self.args.env else []
         return run_values(step, self.total_steps, self.data, self.held_out, of_turns=of_turns)
 

@@ -105,13 +105,14 @@ class Request:
 
     @property
     def turn_columns(self) -> dict[str, Any]:
-        """What a function may ask for by name where responses have several turns: the whole conversations,
-        and with --env its objects; {} where they have one turn."""
+        """What a function may ask for by name where responses have several turns, if ``run_values`` has the
+        name: the whole conversations, and the environments; {} where they have one turn."""
         if not self.dialogues:
             return {}
-        whole = [plain_messages([*question, *turns]) for question, turns in self.conversations]
-        environments = [dialogue.environment for dialogue in self.dialogues]
-        return {"messages": whole} | ({} if None in environments else {"environments": environments})
+        return {
+            "messages": [plain_messages([*asked, *turns]) for asked, turns in self.conversations],
+            "environments": [dialogue.environment for dialogue in self.dialogues],
+        }
 
 
 def split_dialogue(prompt: Prompt, dialogue: Dialogue) -> tuple[Messages, Messages]:
@@ -336,7 +337,7 @@ def columns_of(kind: str, request: Request) -> dict[str, Any]:
         "log_metric": log_metric,
         "log_extra": log_extra,
     }
-    if "environments" in request.turn_columns:  # in the place of a field of this name, as in TRL
+    if "environments" in request.run_values:
         found["environments"] = request.turn_columns["environments"]
     return found
 
@@ -378,9 +379,8 @@ def try_reward_functions(
     if that has other fields for it or no answers. The scores are thrown away. Raises InputError as
     ``call_reward_function``, and where the first scores are all None and no record has an answer.
 
-    environments: of several turns; prompts -> an object for each, on which reset was called, or None for each
-    where there is no class (--tools). A function that asks for them gets them as they are when nothing has
-    happened yet.
+    environments: prompts -> an object for each, on which reset was called, and nothing else yet; None for
+    each with --tools; [] where responses have one turn.
     """
     for part, (function, _) in functions.items():
         tried: list[object] = []
