@@ -319,3 +319,17 @@ def test_the_users_code_and_templates_are_refused_in_one_line(world, tmp_path):
     refused(r"the prompt has \d+ tokens, .* takes 1 to 255; shorten it", one.play, SUM * 40)
     one.tokenizer.chat_template = tiny.CHAT
     refused("the chat template does not show tools", one.play, SUM)
+
+
+def test_the_greedy_answers_of_an_evaluation_are_those_of_chat(world, tmp_path, capsys):
+    """A run of the script evaluates the policy before its first step."""
+    record = str(world / "game.jsonl")
+    files = {"model": world / "player.pth", "env": f"{world / 'game.py'}:Game", "data_path": record}
+    sizes = {"max_steps": 1, "batch_size": 2, "mini_batch_size": 2, "max_gen_len": 100, "num_generations": 2}
+    shown = {"eval_data_path": record, "out_dir": tmp_path, "run_name": "run"}
+    tiny.train(**files, **sizes, **shown)
+    greedy = tiny.read_jsonl(tmp_path / "run" / "eval_samples.jsonl")[0]["greedy"]
+    capsys.readouterr()
+    one = player(world, "player", record)
+    talk = one.play(chat.asked_by(one.record))
+    assert greedy["messages"] == talk.messages
