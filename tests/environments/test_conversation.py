@@ -86,13 +86,14 @@ def make(tmp_path, chat):
         tokenizer = with_template(chat, template)
         end = tokenizer.eos_token_id
         stop_strings = StopStrings([*stops], tokenizer) if stops else None
-        values = {"max_seq_len": 2000, "max_gen_len": 1000, "max_turns": 8, "reward_timeout": 5.0, **flags}
+        values = {"max_gen_len": 1000, "max_turns": 8, "reward_timeout": 5.0, **flags}
         return MultiTurn(
             environments=load_environments(f"{path}:{name}", []),
             tokenizer=tokenizer,
             endings=Endings([end], stop_strings, Forbidden(1, (end,))),
             thinking=thinking,
             args=Namespace(**values),
+            longest_prompt=2000,
         )
 
     return turns_of
@@ -445,10 +446,10 @@ def test_a_record_brings_its_own_tools(make):
 def test_a_prompt_that_gets_too_long_is_refused(make):
     turns = make(GAME)
     length = len(begin(turns)[0].prompt.prompt_ids)
-    turns.args.max_seq_len = length
+    turns.longest_prompt = length
     begin(turns)
-    turns.args.max_seq_len = length - 1
-    says = f"--max_seq_len {length - 1}: the prompt of record 5 has {length} tokens with what reset adds"
+    turns.longest_prompt = length - 1
+    says = f"the prompt of record 5 has {length} tokens with what reset adds, and there is room for {length - 1};"
     tiny.refused(says, begin, turns, prompt_of(turns, index=4))
 
 

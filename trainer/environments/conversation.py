@@ -109,7 +109,8 @@ class MultiTurn:
     tokenizer: PreTrainedTokenizerBase
     endings: Endings
     thinking: Thinking | None  # of the dataset
-    args: Namespace  # max_seq_len, max_gen_len, max_turns, reward_timeout
+    args: Namespace  # max_gen_len, max_turns, reward_timeout
+    longest_prompt: int  # tokens for which there is room
 
     @cached_property
     def observer(self) -> Observer:
@@ -128,7 +129,7 @@ class MultiTurn:
 
     def begin(self, prompts: Sequence[Prompt], keys: Tensor) -> list[Conversation]:
         """Prompts -> conversations without a turn, reset. keys [B]: of ``noise_keys``; they seed ``reset``.
-        Raises InputError if reset raises an exception, or the prompt gets longer than --max_seq_len."""
+        Raises InputError if reset raises an exception, or if the prompt gets too long."""
         originals = [p.original if isinstance(p, OpenedPrompt) else p for p in prompts]
         seeds = [key % 2**SEED_BITS for key in keys.tolist()]
         episodes = [self.environments.begin(p.record, seed) for p, seed in zip(originals, seeds, strict=True)]
@@ -154,10 +155,10 @@ class MultiTurn:
         asked = with_added(prompt.prompt, text)
         written = prompt_text(self.tokenizer, asked, prompt.tools, **self._switches(prompt))
         (ids,) = encode(self.tokenizer, [written])
-        if len(ids) > self.args.max_seq_len:
+        if len(ids) > self.longest_prompt:
             raise InputError(
-                f"--max_seq_len {self.args.max_seq_len}: the prompt of record {prompt.index + 1} has "
-                f"{len(ids)} tokens with what reset adds; raise it, or shorten them"
+                f"--env: the prompt of record {prompt.index + 1} has {len(ids)} tokens with what reset adds, "
+                f"and there is room for {self.longest_prompt}; raise --max_seq_len, or lower --max_gen_len"
             )
         return OpenedPrompt(
             index=prompt.index,
