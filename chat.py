@@ -185,9 +185,16 @@ class Player(Speaker):
         super().__init__(path, args, device)
         self.record = record
         self.tools = tools_of(record) or environments.schemas
-        # No limit of time: a person can end what hangs. ``room`` says how long a prompt may be.
-        self.limits = Namespace(max_seq_len=sys.maxsize, max_turns=args.max_turns, reward_timeout=0)
-        self.turns = MultiTurn(environments, self.tokenizer, self.endings, thinking=None, args=self.limits)
+        # No limit of time: a person can end what hangs. ``room`` says how long a prompt may be
+        self.limits = Namespace(max_turns=args.max_turns, reward_timeout=0)
+        self.turns = MultiTurn(
+            environments=environments,
+            tokenizer=self.tokenizer,
+            endings=self.endings,
+            thinking=None,
+            args=self.limits,
+            longest_prompt=sys.maxsize,
+        )
         self.output = sys.stdout
 
     def answer(self, prompt: AnyPrompt) -> str:

@@ -131,16 +131,9 @@ def player(world, name="adder", record="", **flags):
 
 def of_training(one, records, seed):
     """The greedy response of training's rollout to the first of these records."""
-    limits = {
-        "max_seq_len": 250,
-        "max_gen_len": 100,
-        "min_gen_len": 0,
-        "max_turns": 8,
-        "reward_timeout": 60.0,
-    }
-    args = argparse.Namespace(**limits)
+    args = argparse.Namespace(max_gen_len=100, min_gen_len=0, max_turns=8, reward_timeout=60.0)
     model = load_policy(one.name)
-    turns = MultiTurn(one.turns.environments, one.tokenizer, one.endings, None, args)
+    turns = MultiTurn(one.turns.environments, one.tokenizer, one.endings, None, args, longest_prompt=156)
     sampler = Sampler(model)
     engine = RolloutEngine(sampler, one.tokenizer, one.endings, args, sharded=False, turns=turns)
     prompt = RLAIFDataset(records, one.tokenizer, 250, tools=turns.environments.schemas)[0]
@@ -316,7 +309,9 @@ def test_the_users_code_and_templates_are_refused_in_one_line(world, tmp_path):
     one = player(world, "player", '{"number": "seven"}')
     refused("step.*TypeError.*game.py:11; correct", one.play, GUESS)
     one = player(world)
-    refused(r"the prompt has \d+ tokens, .* takes 1 to 255; shorten it", one.play, SUM * 40)
+    too_long = r"the prompt has \d+ tokens, .* takes 1 to 255; shorten it"
+    refused(too_long, one.play, SUM * 40)
+    refused(too_long, player(world, "player", '{"number": 3}').play, GUESS * 80)
     one.tokenizer.chat_template = tiny.CHAT
     refused("the chat template does not show tools", one.play, SUM)
 
