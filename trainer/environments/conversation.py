@@ -69,6 +69,7 @@ class Conversation:
     logprobs: list[float] = field(default_factory=list)  # the sampler's, 0 on observations
     messages: Messages = field(default_factory=list)
     text: str = ""  # of the last turn
+    observations: Messages = field(default_factory=list)  # what answers that turn, also where nobody reads it
     turn_ends: list[int] = field(default_factory=list)  # the place of the last token of each turn
     turn_rewards: list[float] = field(default_factory=list)  # of a text game
     calls: int = 0
@@ -183,6 +184,7 @@ class MultiTurn:
         for talk, ids, ended, logprobs in rows:
             talk.add_turn(ids, logprobs[: len(ids)])
             talk.text = response_text(ids, ended, self.tokenizer, self.endings.stops)
+            talk.observations = []
             if not ended or talk.hung:
                 talk.messages.append(assistant(talk.text))
                 talk.end(finished=False)
@@ -225,18 +227,18 @@ class MultiTurn:
         if self.environments.is_text_game:
             text, reward, done = result
             talk.turn_rewards.append(reward)
-            observations = [self.observer.observation(text)]
+            talk.observations = [self.observer.observation(text)]
         else:
             done = False
             talk.failed_calls += sum(call.failed for call in result)
-            observations = [call.message for call in result]
+            talk.observations = [call.message for call in result]
         if done or len(talk.turn_ends) == self.args.max_turns:
             talk.end(finished=True)
             return
         room = self.args.max_gen_len - len(talk.ids)
         ids = self.observer.ids(
             talk.ids[-1],
-            observations,
+            talk.observations,
             talk.prompt.tools,
             room,
             **self._switches(talk.prompt),
@@ -245,7 +247,7 @@ class MultiTurn:
             talk.end(finished=False)
             return
         talk.add_observation(ids)
-        talk.messages += observations
+        talk.messages += talk.observations
 
     # ------------------------------------------------------------ the end
 
