@@ -229,7 +229,7 @@ def flag_parser() -> FlagParser:
     add(
         "--best_metric",
         "",
-        "says which weights are best; default: judge, function, accuracy or score",
+        "says which weights are best; default: judge, environment, function, accuracy or score",
         may_change=True,
     )
     return p
