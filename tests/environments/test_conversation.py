@@ -463,6 +463,13 @@ def test_the_switches_of_thinking_are_those_of_the_record(make):
         assert text_of(turns, talk).endswith(f"heard 1<|im_end|>\n{end}")
 
 
+def test_a_template_whose_calls_are_not_read_is_refused(make):
+    turns = make(TOOLS, QWEN.replace("<tool_call>", "<call>").replace("</tool_call>", "</call>"))
+    tiny.refused("writes calls in a form that is not read", turns.check, prompt_of(turns))
+    turns.tokenizer.response_template = {"fields": {}}  # it reads its own
+    turns.check(prompt_of(turns))
+
+
 def test_the_check_is_that_of_the_template(make):
     tools = make(TOOLS)
     tiny.refused("does not show tools", tools.check, prompt_of(tools))

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from dataset.chat_template import Ids, Thinking, encode, prompt_text, unmark
-from dataset.formats import AnyPrompt, Messages, TurnText, is_transcript, to_messages
+from dataset.chat_template import Ids, Thinking, encode, prompt_text, render, unmark
+from dataset.formats import AnyPrompt, Messages, Tools, TurnText, is_transcript, to_messages
 from dataset.lm_dataset import Prompt
 from errors import InputError
 from trainer.compute.batch import Batch, Dialogue, new_batch
@@ -121,6 +121,8 @@ class MultiTurn:
     def check(self, prompt: Prompt) -> None:
         """Raise InputError where the chat template cannot go on behind a turn (``Observer.check``)."""
         self.observer.check(prompt.prompt, prompt.tools, **self._switches(prompt))
+        if not self.environments.is_text_game and self.tokenizer.response_template is None:
+            check_calls(self.tokenizer, prompt.tools)
 
     def _switches(self, prompt):
         return self.thinking(prompt.index) if self.thinking else {}
@@ -323,6 +325,19 @@ def assistant(content: str, thought: str = "", calls: Sequence[Call] = ()) -> di
         {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
     ]
     return {"role": "assistant", "content": TurnText(content, thought, called)}
+
+
+def check_calls(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> None:
+    """Raise InputError where the chat template writes calls in a form that ``read_turn`` does not know: what
+    the policy has learned to write would never be run."""
+    call = Call("f", {"x": "1"})
+    question = to_messages("question")
+    text = render(tokenizer, [*question, assistant("", calls=[call])], tools=tools)
+    if call not in read_turn(tokenizer, unmark(text)).calls:
+        raise InputError(
+            "--tools, --env: the chat template writes calls in a form that is not read, as <tool_call>{json}"
+            "</tool_call> is; give another --prompt_template, or a tokenizer with a response_template"
+        )
 
 
 def run_calls(episode: Episode, calls: Sequence[Call | BadCall]) -> list[Result]:
