@@ -2,6 +2,8 @@
 
     for each step, which is one batch of responses:                        ``main``, at the end of this file
         sample           the old actor answers every prompt                rollout.py, generation/engine.py
+                         --env, --tools: in several turns, which tools     environments/
+                         or an environment of the user's answer
         score            the rewards score the answers                     rewards/combine.py
         evaluate_tokens  log-probs of reference and old actor; values      compute/scoring.py
         reward_tokens    scores -> rewards of tokens (- kl_coef * KL with  advantages.py
