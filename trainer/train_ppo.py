@@ -283,6 +283,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Flags:
 
 def sample(run: PpoRun, step: int, records: list) -> Batch:
     """Records -> a batch of the old actor's responses, --num_generations to each, with their texts.
+    --env, --tools: turn by turn, with what answers each turn in between (``in_turns`` in rollout.py).
     --offline_data_path: the answers of that file. InputError in all processes where one of them fails."""
     args = run.args
     if args.offline_data_path:
