@@ -72,7 +72,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("tokenizer missing", {"tokenizer": "/nowhere"}, "/nowhere"),
     ("reward model missing", {"reward_model": "/nowhere"}, "--reward_model /nowhere"),
     ("reward model is a policy", {"reward_model": "{policy}"}, "no sequence classifier"),
-    ("reward function missing", {"reward_fn": "{}/fn.py:g"}, "no function 'g'"),
+    ("reward function missing", {"reward_fn": "{}/fn.py:g"}, "no function or class 'g'"),
     ("reward function of one score", {"reward_fn": "{}/fn.py:f"}, "returned 1 scores for"),
     ("a run name that is a path", {"run_name": "../x"}, "--run_name ../x"),
     ("a run name that is a path on Windows", {"run_name": r"..\x"}, r"--run_name ..\x"),

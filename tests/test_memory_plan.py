@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 import torch
 import transformers as T
-from tiny import refused, run_files, same_run, tiny_llama, train
+from same_runs import same_metrics, same_weights
+from tiny import read_jsonl, refused, run_files, tiny_llama, train
 
 from errors import InputError
 from trainer import memory_plan as plans
@@ -270,6 +271,7 @@ def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_pa
 
 
 def test_a_run_that_samples_fewer_sequences_together_is_the_same(monkeypatch, tmp_path):
+    """Up to rounding: on some CPUs a row's sums depend on the rows beside it, in a model as small as this."""
     files = run_files(tmp_path, count=40)
     samplers = []
     respond = RolloutEngine.respond
@@ -285,4 +287,8 @@ def test_a_run_that_samples_fewer_sequences_together_is_the_same(monkeypatch, tm
         train(**files, **{**TINY, **sizes}, dtype="float32", out_dir=tmp_path / name, run_name="r")
         monkeypatch.setattr(plans, "SLOTS", 8)
     assert samplers == [24] * 2 + [8] * 2  # in eights: products of as many rows
-    same_run(tmp_path / "all" / "r", tmp_path / "fewer" / "r", step=2)
+    runs = [tmp_path / name / "r" for name in ("all", "fewer")]
+    texts = [[row["response"] for row in read_jsonl(run / "samples.jsonl")] for run in runs]
+    assert texts[0] == texts[1]
+    same_metrics(*runs, rel=1e-5, abs=1e-6)
+    same_weights(*runs, step=2)
