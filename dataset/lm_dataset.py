@@ -43,6 +43,7 @@ from dataset.formats import (
     AnyPrompt,
     Exchange,
     Keys,
+    Messages,
     Record,
     Tools,
     add_system,
@@ -171,7 +172,7 @@ class RecordDataset(Generic[Item], ABC):
         be said of the prompt is noted. Raises InputError."""
         listed = tools_of(record)
         turns = to_messages(prompt)
-        is_written = any(turn["role"] == "system" and LISTED.search(turn["content"]) for turn in turns)
+        is_written = lists_tools(turns)
         if self.tools:
             known = {tool_name(tool) for tool in self.tools}
             self.unknown_tools |= {name: None for name in map(tool_name, listed) if name not in known}
@@ -244,6 +245,11 @@ class RecordDataset(Generic[Item], ABC):
         if limit == RecordDataset.limits:
             limit += f" {self.max_length}; {limit} {self.longest_read} keeps them"
         return f"{len(self)} ({self.dropped} of {self.read} read dropped, longer than {limit})"
+
+
+def lists_tools(turns: Messages) -> bool:
+    """Whether the text of a system turn has the list of tools, as Hermes' files do."""
+    return any(turn["role"] == "system" and LISTED.search(turn["content"]) for turn in turns)
 
 
 def _hashed(prompt: "Prompt") -> Record:

@@ -58,7 +58,7 @@ def test_links_lead_to_what_is_there(document):
 
 
 def test_every_decision_names_its_code_and_its_test():
-    numbers = [str(n) for n in range(1, 15)]
+    numbers = [str(n) for n in range(1, 16)]
     assert re.findall(r"^## (\d+)\. ", page("ppo"), re.MULTILINE) == numbers
     rows = re.findall(r"^\| (\d+) \| (.+) \| \[test_\w+\.py\]\(\.\./tests/.+ \|$", page("ppo"), re.MULTILINE)
     assert [number for number, code in rows if LINK.search(code)] == numbers

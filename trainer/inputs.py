@@ -189,6 +189,8 @@ def fill_paths(args: Flags) -> None:
             "--reward_model: name one, or a function with --reward_fn, a server with --reward_url, or an "
             "environment with --env"
         )
+    if args.max_turns != args.declared["max_turns"].default and not (args.env or args.tools):
+        raise InputError(f"--max_turns {args.max_turns}: is of use only with --env or --tools; leave it out")
     if args.critic_init == "reward" and not args.reward_model:
         raise InputError("--critic_init reward: starts from a --reward_model; name one, or leave it out")
     for name in ("reward_template", "merge_history"):

@@ -57,6 +57,7 @@ class RolloutEngine:
             return self.in_turns(self.turns, prompts, keys, temperature, greedy)
         batch = self.sample([prompt.prompt_ids for prompt in prompts], keys, temperature, greedy)
         batch.prompts = prompts
+        batch.texts = response_texts(batch, self.tokenizer, self.endings.stops)
         return batch
 
     def in_turns(
@@ -91,8 +92,8 @@ class RolloutEngine:
         greedy: Sequence[bool] = (),
         first_places: Sequence[int] = (),
     ) -> Batch:
-        """One response or turn to each of these, with its text; as ``Sampler.sample``."""
-        batch = self.sampler.sample(
+        """One response or turn to each of these, as ``Sampler.sample``."""
+        return self.sampler.sample(
             prompt_ids,
             keys,
             eos_ids=self.endings.eos,
@@ -104,8 +105,6 @@ class RolloutEngine:
             greedy=greedy,
             first_places=first_places,
         )
-        batch.texts = response_texts(batch, self.tokenizer, self.endings.stops)
-        return batch
 
 
 def with_sampled_space(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

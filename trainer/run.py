@@ -264,7 +264,14 @@ class PpoRun(Run):
         chat template that cannot go on behind a turn."""
         if not (self.environments and isinstance(self.data, RLAIFDataset)):
             return None
-        turns = MultiTurn(self.environments, self.tokenizer, self.endings, self.data.thinking, self.args)
+        turns = MultiTurn(
+            self.environments,
+            self.tokenizer,
+            self.endings,
+            thinking=self.data.thinking,
+            args=self.args,
+            longest_prompt=self.sampler_limits.max_seq_len - self.args.max_gen_len,
+        )
         turns.check(self.data[0])
         return turns
 

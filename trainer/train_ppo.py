@@ -2,6 +2,8 @@
 
     for each step, which is one batch of responses:                        ``main``, at the end of this file
         sample           the old actor answers every prompt                rollout.py, generation/engine.py
+                         --env, --tools: in several turns, which tools     environments/
+                         or an environment of the user's answer
         score            the rewards score the answers                     rewards/combine.py
         evaluate_tokens  log-probs of reference and old actor; values      compute/scoring.py
         reward_tokens    scores -> rewards of tokens (- kl_coef * KL with  advantages.py
@@ -229,7 +231,7 @@ def flag_parser() -> FlagParser:
     add(
         "--best_metric",
         "",
-        "says which weights are best; default: judge, function, accuracy or score",
+        "says which weights are best; default: judge, environment, function, accuracy or score",
         may_change=True,
     )
     return p
@@ -281,6 +283,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Flags:
 
 def sample(run: PpoRun, step: int, records: list) -> Batch:
     """Records -> a batch of the old actor's responses, --num_generations to each, with their texts.
+    --env, --tools: turn by turn, with what answers each turn in between (``in_turns`` in rollout.py).
     --offline_data_path: the answers of that file. InputError in all processes where one of them fails."""
     args = run.args
     if args.offline_data_path:

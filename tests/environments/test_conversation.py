@@ -28,7 +28,7 @@ class Game:
     def step(self, text):
         self.heard.append(text)
         self.left -= 1
-        return f"heard {len(self.heard)}", 0.25, self.left == 0
+        return f"heard {len(self.heard)}", 0.25 * len(self.heard), self.left == 0
 """
 TOOLS = """
 import time
@@ -86,13 +86,14 @@ def make(tmp_path, chat):
         tokenizer = with_template(chat, template)
         end = tokenizer.eos_token_id
         stop_strings = StopStrings([*stops], tokenizer) if stops else None
-        values = {"max_seq_len": 2000, "max_gen_len": 1000, "max_turns": 8, "reward_timeout": 5.0, **flags}
+        values = {"max_gen_len": 1000, "max_turns": 8, "reward_timeout": 5.0, **flags}
         return MultiTurn(
             environments=load_environments(f"{path}:{name}", []),
             tokenizer=tokenizer,
             endings=Endings([end], stop_strings, Forbidden(1, (end,))),
             thinking=thinking,
             args=Namespace(**values),
+            longest_prompt=2000,
         )
 
     return turns_of
@@ -110,11 +111,12 @@ def begin(turns, *prompts):
 
 
 def say(turns, talks, *texts, ended=True):
-    """Each conversation goes on with a text as if it had been sampled. The log-prob of token n is -n - 1."""
+    """Each conversation goes on with a text as if it had been sampled. The log-prob of token n of row
+    k is -10 k - n - 1."""
     rows = encode(turns.tokenizer, [mark_special(turns.tokenizer, text) for text in texts])
     rows = [ids + [turns.tokenizer.eos_token_id] * ended for ids in rows]
     tokens, lengths = pad_right(rows)
-    logprobs = -torch.arange(1.0, tokens.shape[1] + 1).repeat(len(rows), 1)
+    logprobs = -torch.arange(1.0, tokens.shape[1] + 1) - 10 * torch.arange(len(rows))[:, None]
     batch = new_batch(
         [talk.context for talk in talks], tokens, logprobs, lengths, torch.tensor([ended] * len(rows))
     )
@@ -147,13 +149,13 @@ def test_a_game_token_by_token(make):
     rows = [[*two, end, *between[0], *two, *two, end, *between[1], end], [*ids_of("4"), end]]
     mask = [1, 1, *[0] * len(between[0]), 1, 1, 1, *[0] * len(between[1]), 1]
     logprobs = [-1, -2, *[0] * len(between[0]), -1, -2, -3, *[0] * len(between[1]), -1]
-    rewards = [0, 0.25, *[0] * len(between[0]), 0, 0, 0.25, *[0] * len(between[1]), 0.25]
+    rewards = [0, 0.25, *[0] * len(between[0]), 0, 0, 0.5, *[0] * len(between[1]), 0.75]
     width = len(mask)
     assert batch.responses() == rows
     assert batch.is_action.dtype == torch.bool
     assert batch.is_action.tolist() == [mask, [1, 1] + [0] * (width - 2)]
     assert batch.action_mask.equal(batch.is_action)
-    assert batch.sampler_logprobs.tolist() == [logprobs, [-1, -2] + [0] * (width - 2)]
+    assert batch.sampler_logprobs.tolist() == [logprobs, [-11, -12] + [0] * (width - 2)]
     assert batch.turn_rewards.tolist() == [rewards, [0, 0.25] + [0] * (width - 2)]
     assert batch.prompt_len.tolist() == [len(talk.prompt.prompt_ids) for talk in talks]
     assert batch.response_len.tolist() == [width, 2]
@@ -162,7 +164,7 @@ def test_a_game_token_by_token(make):
     long, short = batch.dialogues
     user, assistant = tiny.user, tiny.assistant
     assert long.messages == [assistant("2"), user("heard 1"), assistant("22"), user("heard 2"), assistant("")]
-    assert (long.score, long.turns, long.observation_tokens) == (0.75, 3, sum(map(len, between)))
+    assert (long.score, long.turns, long.observation_tokens) == (1.5, 3, sum(map(len, between)))
     assert (short.score, short.turns, short.observation_tokens, short.hung) == (0.25, 1, 0, False)
     assert short.messages == [assistant("4")] and short.environment is talks[1].episode.environment
 
@@ -187,6 +189,7 @@ def test_calls_of_a_turn_and_their_results(make):
     assert [message["role"] for message in found] == ["tool", "tool", "assistant", *["tool"] * 5]
     assert found[0] == {"role": "tool", "content": "3", "name": "add"}
     answers = [message["content"] for message in found[3:]]
+    assert [message["name"] for message in found[3:]] == ["unknown", "fail", "fly", "add", "add"]
     assert answers[4] == "4" and "no luck" in answers[1] and "fly" in answers[2] and "b" in answers[3]
     assert all("error" in json.loads(answer) for answer in answers[:4])
     assert plain_messages([first, last]) == [
@@ -216,6 +219,29 @@ def test_each_response_has_its_own_score(make):
     assert [talk.over for talk in talks] == [True, False, False]
     assert turns.scores(talks) == [None, 2.0, 4.0]
     assert [talk.calls for talk in talks] == [0, 1, 2]
+
+
+def test_a_call_in_a_thought_that_the_header_has_opened_is_none(make):
+    thought = f"Shall I write {call('add', a=1, b=2)}?</think>\n\n"
+    for opens in (True, False):
+        turns = make(TOOLS, MINIMIND3, thinking=lambda index, opens=opens: {"open_thinking": opens})
+        (talk,) = begin(turns)
+        say(turns, [talk], f"{thought}{call('add', a=2, b=2)}")
+        called = [(2, 2)] if opens else [(1, 2), (2, 2)]
+        assert talk.episode.environment.called == called and talk.calls == len(called)
+
+
+def test_another_end_of_a_turn_is_no_part_of_what_it_says(make):
+    turns = make(TOOLS, QWEN)
+    (end,) = turns.tokenizer.encode("=")
+    turns.endings.eos.append(end)
+    (talk,) = begin(turns)
+    (ids,) = encode(turns.tokenizer, [f"{call('add', a=1, b=2)} yes="])
+    tokens, lengths = pad_right([ids])
+    batch = new_batch([talk.context], tokens, torch.zeros(tokens.shape), lengths, torch.tensor([True]))
+    turns.reply([talk], batch)
+    assert talk.messages[0]["content"].content == "yes"
+    assert turns.tokenizer.decode(talk.ids[len(ids) :]).startswith("\n<|im_start|>user")
 
 
 def test_functions_are_tools_without_a_class(make, tmp_path):
@@ -279,6 +305,7 @@ def test_a_turn_that_is_cut_calls_nothing(make):
         assert (talk.over, talk.finished) == (True, False)
         assert getattr(talk.episode.environment, attribute) == []
         batch = turns.as_batch([talk], "cpu")
+        assert batch.dialogues[0].messages == [tiny.assistant(batch.texts[0])]
         assert batch.finished.tolist() == [False] and batch.texts == [call("add", a=1, b=2)]
 
 
@@ -385,6 +412,15 @@ def test_what_reset_returns_is_put_behind_the_last_user_turn(make):
         assert (talk.prompt.index, talk.prompt.record) == (0, {"opening": " Now."})
 
 
+def test_each_prompt_gets_its_own_text_and_seed(make):
+    turns = make(GAME.replace('" Go."', 'f" {rounds}"'))
+    talks = begin(turns, *(prompt_of(turns, rounds=n) for n in range(8)))
+    assert [talk.prompt.prompt for talk in talks] == [f"What is two? {n}" for n in range(8)]
+    seeds = [talk.episode.environment.seed for talk in talks]
+    assert seeds == [int(key) & (2**31 - 1) for key in KEYS]
+    assert any(key & 2**31 for key in KEYS.tolist()) and len(set(seeds)) == 8
+
+
 def test_a_prompt_that_is_sampled_again_is_opened_from_the_start(make):
     turns = make(GAME)
     first = begin(turns)[0].prompt
@@ -410,10 +446,10 @@ def test_a_record_brings_its_own_tools(make):
 def test_a_prompt_that_gets_too_long_is_refused(make):
     turns = make(GAME)
     length = len(begin(turns)[0].prompt.prompt_ids)
-    turns.args.max_seq_len = length
+    turns.longest_prompt = length
     begin(turns)
-    turns.args.max_seq_len = length - 1
-    says = f"--max_seq_len {length - 1}: the prompt of record 5 has {length} tokens with what reset adds"
+    turns.longest_prompt = length - 1
+    says = f"the prompt of record 5 has {length} tokens with what reset adds, .* room for {length - 1};"
     tiny.refused(says, begin, turns, prompt_of(turns, index=4))
 
 
@@ -439,6 +475,11 @@ def test_the_check_is_that_of_the_template(make):
     tiny.refused("does not show tools", tools.check, prompt_of(tools))
     for turns in (make(TOOLS, QWEN), make(GAME)):
         turns.check(prompt_of(turns))
+    turns = make(
+        GAME, "{{ messages | length if counts }}" + ALL, thinking=lambda index: {"counts": index == 1}
+    )
+    turns.check(prompt_of(turns))
+    tiny.refused("rewrites what stands before", turns.check, prompt_of(turns, index=1))
 
 
 # ---------------------------------------------------------------- what comes of them

@@ -89,7 +89,8 @@ def test_a_demonstration_is_the_conversation_of_a_run(chat, tmp_path, name, talk
         tokenizer,
         Endings([end], None, Forbidden(1, (end,))),
         None,
-        Namespace(max_seq_len=5000, max_gen_len=5000, max_turns=8, reward_timeout=5.0),
+        Namespace(max_gen_len=5000, max_turns=8, reward_timeout=5.0),
+        longest_prompt=5000,
     )
     path = tmp_path / "talk.jsonl"
     tiny.write_jsonl(path, [{"messages": TALKS[talk]}])

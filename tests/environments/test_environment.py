@@ -245,7 +245,7 @@ def test_hostile_tools_end_nothing(file):
         "raise SystemExit(3)": "RuntimeError: SystemExit: 3",
         "raise BaseException('x')": "RuntimeError: BaseException: x",
         "return type('T', (), {'__str__': lambda self: 1 / 0})()": "ZeroDivisionError: division by zero",
-        "return eval('[' * 50 + ']' * 50) and f(x)": "RecursionError: maximum recursion depth exceeded",
+        "return f(x)": "RecursionError: maximum recursion depth exceeded",
         "x = []; [x := [x] for _ in range(10**5)]; return x": "RecursionError: maximum recursion depth",
         "raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})()": "E",
         "threading.Event().wait()": "Hung: no answer after 2 s",
@@ -326,6 +326,20 @@ def test_reset_gets_the_fields_that_it_names(file, parameters, given):
     assert {name: value for name, value in given_to.items() if name != "self"} == given
 
 
+def test_what_a_class_sets_for_the_process_when_it_is_made_is_set_back(file):
+    body = "def __init__(self):\n    import torch\n    torch.set_default_dtype(torch.float64)\n"
+    of_class(file, body + "def get_reward(self):\n    return 0")
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_tool_is_called_as_the_flag_names_it(file):
+    path = tool_file(file)
+    file(f"{TOOL.format(line='return x', arguments='x: int = 0')}double = f\n", "tools.py")
+    environments = load_environments("", f"{path}:double")
+    assert [schema["function"]["name"] for schema in environments.schemas] == ["double"]
+    assert begun(environments).call("double", {"x": 2}) == "2"
+
+
 def test_a_seed_of_the_record_comes_before_that_of_the_run(file):
     body = "def get_reward(self):\n    return self.seed\ndef reset(self, seed):\n    self.seed = seed"
     environments = of_class(file, body)
@@ -381,7 +395,9 @@ def test_what_an_environment_draws_depends_on_its_seed_alone(file):
     before = random.getstate()[1], numpy.random.get_state()[1].tolist()
     one, same, other = (begun(environments, seed=seed) for seed in (1, 1, 2))
     first = [one.call("draw", {}), one.call("draw", {})]
-    assert len({one.environment.number, other.environment.number, *first, other.call("draw", {})}) == 5
+    drawn = [json.loads(text) for text in (*first, other.call("draw", {}))]
+    assert [len({*numbers}) for numbers in zip(*drawn, strict=True)] == [3, 3]
+    assert one.environment.number != other.environment.number
     assert one.environment.number == same.environment.number
     assert first == [same.call("draw", {}), same.call("draw", {})]
     assert before == (random.getstate()[1], numpy.random.get_state()[1].tolist())

@@ -68,6 +68,8 @@ def test_no_more_than_some_run_at_a_time_and_the_time_counts_from_the_start(monk
 
     assert run_all([job] * 3, LIMIT) == [None] * 3  # the last one waits for longer than it may run
     assert max(most) == 1
+    hung, one = run_all([OPEN.wait, lambda: 1], LIMIT)  # what hangs makes room
+    assert (type(hung), one) == (Hung, 1)
 
 
 def test_what_hangs_is_left_and_the_others_have_their_results():
@@ -85,9 +87,17 @@ def test_what_hangs_is_left_and_the_others_have_their_results():
 
 
 def test_ctrl_c_ends_the_wait_at_once_and_the_process_ends_while_jobs_hang(tmp_path):
+    """A forked process, too, whose parent has an event loop."""
+
+    async def none():
+        pass
+
+    assert run_all([lambda: awaited(none())], 5) == [None]
     path = tmp_path / "hangs.py"
     path.write_text(
         "import os, signal, threading, time\nfrom trainer.environments.running import run_all\n"
+        "from trainer.environments.running import awaited\nasync def one():\n    return 1\n"
+        "assert run_all([lambda: awaited(one())], 60) == [1]\n"
         "jobs = [lambda: time.sleep(600)]\nprint(run_all(jobs, 0.1))\n"
         "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "try:\n    run_all(jobs, 0)\nexcept KeyboardInterrupt:\n    print('ended')\n"
@@ -139,6 +149,10 @@ def test_what_jobs_set_for_the_process_is_set_back_before_the_next_one(capsys):
     assert (sys.stdout, sys.stderr) == streams
     assert torch.get_num_threads() == threads
     assert torch.zeros(1).device.type == "cpu"
+    late = partial(sleep_then, 0.1, None)  # the others have started
+    assert run_all([lambda: late() or set_all(), lambda: 1], 5) == [None, 1]
+    assert os.getcwd() == folder
+    assert torch.get_default_dtype() == torch.float32
     mine = open(os.devnull, "w")  # noqa: SIM115
     try:
         sys.stdout = mine
@@ -183,6 +197,18 @@ def test_async_functions_are_awaited_at_the_same_time_in_one_loop(monkeypatch):
     assert run_all([lambda n=n: awaited(meet(n)) for n in range(20)], 10) == [*range(20)]
     assert len(loops) == 1
     assert awaited(meet) is meet  # no call
+
+
+def test_two_threads_that_need_the_loop_at_once_get_one(monkeypatch):
+    monkeypatch.setattr(running, "PATIENCE", 0.0)
+    make = asyncio.new_event_loop
+    monkeypatch.setattr(asyncio, "new_event_loop", lambda: sleep_then(0.1, make()))
+    running.event_loop.cache_clear()
+
+    async def its_loop():
+        return asyncio.get_running_loop()
+
+    assert len({*run_all([lambda: awaited(its_loop())] * 2, 5)}) == 1
 
 
 def test_an_async_function_that_never_ends_is_cancelled_and_the_loop_goes_on():

@@ -171,19 +171,21 @@ def test_verls_gets_the_whole_response_as_a_text():
 
 def test_the_beginning_of_an_answer_belongs_to_the_first_turn():
     """Rules look at the last turn, which has none, unless it is the first one."""
-    begun = [user("q"), assistant(TurnText("<think>\n", is_begun=True))]
+    question = [{"role": "system", "content": "s"}, user("q")]
+    begun = [*question, assistant(TurnText("<think>\n", is_begun=True))]
     request = request_of([begun, begun], ["5", "x</think>7"])
-    request.dialogues = [dialogue("a</think>b", user("c"), "5"), dialogue("x</think>7")]
+    calls = assistant(TurnText("a</think>b", calls=[CALL]))
+    request.dialogues = [dialogue(calls, RESULT, "5"), dialogue("x</think>7")]
     assert request.beginnings == ["", "<think>\n"]
-    first = "<think>\na</think>b"
+    first = TurnText("<think>\na</think>b", calls=[CALL])
     assert request.exchanges == [
-        ([user("q"), assistant(first), user("c")], "5"),
-        ([user("q")], "<think>\nx</think>7"),
+        ([*question, assistant(first), RESULT], "5"),
+        (question, "<think>\nx</think>7"),
     ]
     completions = []
     scored(lambda **kwargs: completions.extend(kwargs["completions"]) or [1, 1], request)
     assert completions == [
-        [assistant(first), user("c"), assistant("5")],
+        [assistant("<think>\na</think>b", tool_calls=[CALL]), RESULT, assistant("5")],
         [assistant("<think>\nx</think>7")],
     ]
     asked = []

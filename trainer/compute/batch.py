@@ -3,8 +3,9 @@
 A sequence is a prompt, then its response, from position 0 on, padded on the right. Nothing is ever padded on
 the left. So padding comes after every token that matters, and a causal model needs no attention mask in
 training. The responses (completions, in the words of other trainers) are samples of the old actor, or logged
-answers, replayed samples of an earlier actor, or an evaluation's. The phases that fill the fields, ``sample``
-to ``estimate``, are functions of train_ppo.py.
+answers, replayed samples of an earlier actor, or an evaluation's. Between the turns of one of several turns
+stand observations, which nobody sampled. The phases that fill the fields, ``sample`` to ``estimate``, are
+functions of train_ppo.py.
 
 [B, R] fields are in response coordinates: B sequences, R response columns. Column t belongs to response token
 t. The state in which policy and critic choose that token is at sequence position prompt_len + t - 1.

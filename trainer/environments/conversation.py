@@ -33,7 +33,7 @@ from errors import InputError
 from trainer.compute.batch import Batch, Dialogue, new_batch
 from trainer.compute.batching import Device, pad_right, send
 from trainer.environments.environment import Environments, Episode
-from trainer.environments.observations import Observer
+from trainer.environments.observations import Observer, tool_message
 from trainer.environments.running import Hung, run_all
 from trainer.environments.tool_calls import BadCall, Call, error_result, read_turn
 from trainer.generation.stops import Endings, decode, response_text
@@ -69,6 +69,7 @@ class Conversation:
     logprobs: list[float] = field(default_factory=list)  # the sampler's, 0 on observations
     messages: Messages = field(default_factory=list)
     text: str = ""  # of the last turn
+    observations: Messages = field(default_factory=list)  # what answers that turn, also where nobody reads it
     turn_ends: list[int] = field(default_factory=list)  # the place of the last token of each turn
     turn_rewards: list[float] = field(default_factory=list)  # of a text game
     calls: int = 0
@@ -108,7 +109,8 @@ class MultiTurn:
     tokenizer: PreTrainedTokenizerBase
     endings: Endings
     thinking: Thinking | None  # of the dataset
-    args: Namespace  # max_seq_len, max_gen_len, max_turns, reward_timeout
+    args: Namespace  # max_gen_len, max_turns, reward_timeout
+    longest_prompt: int  # tokens for which there is room
 
     @cached_property
     def observer(self) -> Observer:
@@ -129,7 +131,7 @@ class MultiTurn:
 
     def begin(self, prompts: Sequence[Prompt], keys: Tensor) -> list[Conversation]:
         """Prompts -> conversations without a turn, reset. keys [B]: of ``noise_keys``; they seed ``reset``.
-        Raises InputError if reset raises an exception, or the prompt gets longer than --max_seq_len."""
+        Raises InputError if reset raises an exception, or if the prompt gets too long."""
         originals = [p.original if isinstance(p, OpenedPrompt) else p for p in prompts]
         seeds = [key % 2**SEED_BITS for key in keys.tolist()]
         episodes = [self.environments.begin(p.record, seed) for p, seed in zip(originals, seeds, strict=True)]
@@ -155,10 +157,10 @@ class MultiTurn:
         asked = with_added(prompt.prompt, text)
         written = prompt_text(self.tokenizer, asked, prompt.tools, **self._switches(prompt))
         (ids,) = encode(self.tokenizer, [written])
-        if len(ids) > self.args.max_seq_len:
+        if len(ids) > self.longest_prompt:
             raise InputError(
-                f"--max_seq_len {self.args.max_seq_len}: the prompt of record {prompt.index + 1} has "
-                f"{len(ids)} tokens with what reset adds; raise it, or shorten them"
+                f"--env: the prompt of record {prompt.index + 1} has {len(ids)} tokens with what reset adds, "
+                f"and there is room for {self.longest_prompt}; raise --max_seq_len, or lower --max_gen_len"
             )
         return OpenedPrompt(
             index=prompt.index,
@@ -184,6 +186,7 @@ class MultiTurn:
         for talk, ids, ended, logprobs in rows:
             talk.add_turn(ids, logprobs[: len(ids)])
             talk.text = response_text(ids, ended, self.tokenizer, self.endings.stops)
+            talk.observations = []
             if not ended or talk.hung:
                 talk.messages.append(assistant(talk.text))
                 talk.end(finished=False)
@@ -226,18 +229,18 @@ class MultiTurn:
         if self.environments.is_text_game:
             text, reward, done = result
             talk.turn_rewards.append(reward)
-            observations = [self.observer.observation(text)]
+            talk.observations = [self.observer.observation(text)]
         else:
             done = False
             talk.failed_calls += sum(call.failed for call in result)
-            observations = [call.message for call in result]
+            talk.observations = [call.message for call in result]
         if done or len(talk.turn_ends) == self.args.max_turns:
             talk.end(finished=True)
             return
         room = self.args.max_gen_len - len(talk.ids)
         ids = self.observer.ids(
             talk.ids[-1],
-            observations,
+            talk.observations,
             talk.prompt.tools,
             room,
             **self._switches(talk.prompt),
@@ -246,7 +249,7 @@ class MultiTurn:
             talk.end(finished=False)
             return
         talk.add_observation(ids)
-        talk.messages += observations
+        talk.messages += talk.observations
 
     # ------------------------------------------------------------ the end
 
@@ -277,13 +280,13 @@ class MultiTurn:
         batch = new_batch(
             [talk.prompt.prompt_ids for talk in talks],
             tokens,
-            padded([talk.logprobs for talk in talks], torch.float32, device),
+            padded([talk.logprobs for talk in talks], device),
             lengths,
             send(torch.tensor([talk.finished for talk in talks]), device),
         )
-        batch.is_action = padded([talk.is_action for talk in talks], torch.bool, device)
+        batch.is_action = padded([talk.is_action for talk in talks], device)
         if self.environments.is_text_game:
-            batch.turn_rewards = padded([rewards_by_token(talk) for talk in talks], torch.float32, device)
+            batch.turn_rewards = padded([rewards_by_token(talk) for talk in talks], device)
         batch.prompts = [talk.prompt for talk in talks]
         batch.texts = [talk.text for talk in talks]
         batch.dialogues = [
@@ -341,19 +344,14 @@ def run_calls(episode: Episode, calls: Sequence[Call | BadCall]) -> list[Result]
     """Run the calls of a turn, one after the other -> what each came to."""
     results = []
     for call in calls:
-        message = {"role": "tool", "content": ""}
-        error: BadCall | Exception | None = None
         if isinstance(call, BadCall):
-            error = call
-        else:
-            message["name"] = call.name
-            try:
-                message["content"] = episode.call(call.name, call.arguments)
-            except Exception as raised:
-                error = raised
-        if error:
-            message["content"] = error_result(error)
-        results.append(Result(message, bool(error)))
+            results.append(Result(tool_message(error_result(call)), failed=True))
+            continue
+        try:
+            message = tool_message(episode.call(call.name, call.arguments), call.name)
+            results.append(Result(message, failed=False))
+        except Exception as error:
+            results.append(Result(tool_message(error_result(error), call.name), failed=True))
     return results
 
 
@@ -371,6 +369,6 @@ def rewards_by_token(talk: Conversation) -> list[float]:
     return rewards
 
 
-def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: Device) -> Tensor:
-    """Lists of numbers -> [B, columns], padded with 0."""
-    return send(pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True), device)
+def padded(rows: Sequence[Sequence[float]], device: Device) -> Tensor:
+    """Lists of numbers, or of bools, -> [B, columns], padded with 0."""
+    return send(pad_sequence([torch.tensor(row) for row in rows], batch_first=True), device)

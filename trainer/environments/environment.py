@@ -29,7 +29,7 @@ from dataset.formats import Record, keys_found
 from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.weights import short_hash
-from trainer.environments.running import Stopped, Worker, as_exception, awaited
+from trainer.environments.running import Worker, as_exception, awaited
 from trainer.environments.tool_calls import CallError, as_unicode
 from trainer.user_code import Modules, code_of, contained, described, load_named, mistake, shown
 
@@ -153,10 +153,8 @@ class Episode:
         try:
             with self._own_randomness():
                 return as_text(awaited(tool(**copy.deepcopy(arguments))))
-        except (Exception, Stopped):
-            raise
         except BaseException as error:
-            raise as_exception(error) from error
+            raise as_exception(error) from None
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Give a turn to the text game -> (observation, reward, done). Raises InputError."""
@@ -290,7 +288,7 @@ def in_one_line(what: str) -> Iterator[None]:
     """In this block, an exception of the user's code becomes an InputError with its place."""
     try:
         yield
-    except (InputError, Stopped, KeyboardInterrupt):
+    except (InputError, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise mistake(what, error, OWN) from error

@@ -55,6 +55,11 @@ def asked(prompt: AnyPrompt) -> Messages:
     return to_messages(whole_answer(to_messages(prompt), "")[0])
 
 
+def tool_message(result: str, name: str = "unknown") -> dict[str, str]:
+    """The message of a tool's result. name: of the tool, for templates that write it."""
+    return {"role": "tool", "name": name, "content": result}
+
+
 @dataclass(frozen=True)
 class Observer:
     """Observations -> the ids between two turns."""
@@ -73,7 +78,7 @@ class Observer:
 
     def observation(self, text: str) -> dict[str, str]:
         """The message of an observation."""
-        return {"role": self.role, "content": text}
+        return tool_message(text) if self.role == "tool" else {"role": self.role, "content": text}
 
     def check(self, prompt: AnyPrompt, tools: Tools, **switches: Any) -> None:
         """Raise InputError if conversations that begin with this prompt cannot go on over several turns with

@@ -8,6 +8,7 @@ plain loop, and those that wait for something else (a server, a process) run at 
 
 import asyncio
 import ctypes
+import os
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -52,10 +53,8 @@ class Task(Generic[T]):
         self.started = time.monotonic()
         try:
             self.result = self.job()
-        except Stopped:
-            raise
         except BaseException as error:  # the user's code may raise anything
-            self.result = as_exception(error).with_traceback(None)  # which would keep this object alive
+            self.result = as_exception(error)
         self.ended.set()
         self.lets_go.set()
 
@@ -112,7 +111,7 @@ class Worker:
         if task.future:
             task.future.cancel()
             answer = Event()
-            event_loop().call_soon_threadsafe(answer.set)
+            event_loop(os.getpid()).call_soon_threadsafe(answer.set)
             if not answer.wait(LOOP_ANSWERS):  # an async function keeps it from all others
                 event_loop.cache_clear()
         if self.thread and self.thread.ident:
@@ -167,9 +166,9 @@ ONE_LOOP = Lock()
 
 
 @cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """One for all calls, in a thread of its own: what async functions keep open between them, such as a
-    client, belongs to it."""
+def event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """One for all calls of a process, in a thread of its own, which a forked process has not: what async
+    functions keep open between calls, such as a client, belongs to it."""
     loop = asyncio.new_event_loop()
     Thread(target=loop.run_forever, daemon=True).start()
     return loop
@@ -181,7 +180,7 @@ def awaited(value: object) -> object:
     if not isinstance(value, Awaitable):
         return value
     with ONE_LOOP:
-        future = asyncio.run_coroutine_threadsafe(end_of(value), event_loop())
+        future = asyncio.run_coroutine_threadsafe(end_of(value), event_loop(os.getpid()))
     thread = current_thread()
     if isinstance(thread, JobThread) and thread.task:
         thread.task.future = future
