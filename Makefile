@@ -5,10 +5,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test proofs mutations bench demo-assets lint clean
+.PHONY: train train-tools test proofs mutations bench demo-assets lint clean
 
 train: .venv/train.stamp
 	$(BIN)/python trainer/train_ppo.py $(ARGS)
+
+# A tiny model that has a calculator and mostly guesses, or calls it in a wrong way (docs/environments.md).
+train-tools: .venv/train.stamp
+	$(BIN)/python trainer/train_ppo.py --model model/demo/tools_policy --data_path dataset/demo/tools_ppo.jsonl \
+		--eval_data_path dataset/demo/tools_eval.jsonl --tools dataset/demo/calculator.py:calculate \
+		--reward_fn dataset/demo/calculator.py:is_right --learning_rate 2e-4 --max_gen_len 192 \
+		--out_dir out/tools $(ARGS)
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest $(ARGS)
@@ -27,13 +34,14 @@ mutations: .venv/dev.stamp
 bench: .venv/bench.stamp
 	$(BIN)/python benchmarks $(ARGS)
 
-# Makes all files of the demo from a seed: data, tokenizer, policy (stage 1), reward model (stage 2). The reward
+# Makes all files of the demos from a seed: data, tokenizers, policies (stage 1), reward model (stage 2). The reward
 # model's backbone is first trained on what raters take for right answers. fp32 gives the same models on every
 # machine, and is faster than bf16 at this size.
 SMALL := --dtype float32 --max_seq_len 128 --seed 0
 demo-assets: .venv/train.stamp
 	$(BIN)/python dataset/demo/make_data.py
-	rm -rf model/demo/policy model/demo/reward
+	$(BIN)/python dataset/demo/make_tools.py
+	rm -rf model/demo/policy model/demo/reward model/demo/tools_policy
 	$(BIN)/python trainer/train_sft.py $(SMALL) --epochs 3 --hf_dir model/demo/policy
 	$(BIN)/python trainer/train_sft.py $(SMALL) --epochs 3 --learning_rate 1.5e-3 --model model/demo/policy \
 		--data_path dataset/demo/references.jsonl --out_dir out/demo_backbone
@@ -41,6 +49,8 @@ demo-assets: .venv/train.stamp
 		--model out/demo_backbone/full_sft_128 \
 		--data_path dataset/demo/preferences.jsonl --eval_data_path dataset/demo/preferences_eval.jsonl \
 		--hf_dir model/demo/reward
+	$(BIN)/python trainer/train_sft.py $(SMALL) --epochs 2 --hf_dir model/demo/tools_policy \
+		--data_path out/demo_tools/sft.jsonl --tokenizer out/demo_tools/tokenizer --out_dir out/demo_tools
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

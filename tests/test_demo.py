@@ -1,11 +1,18 @@
 """The bundled demo: a policy that is often wrong, a reward model that ranks right answers over wrong ones."""
 
+import re
+
+import pytest
 import torch
 from tiny import ROOT, read_jsonl, user
+from transformers.utils import get_json_schema
 
 from dataset.answers import is_correct
+from dataset.demo.calculator import calculate
 from dataset.lm_dataset import RLAIFDataset
 from model.loading import load_policy, load_tokenizer
+from trainer import train_ppo
+from trainer.environments.tool_calls import Call, read_turn
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
@@ -39,6 +46,32 @@ def test_the_policy_is_often_wrong_and_often_misformatted():
     form = [format_reward(text) > 0 for text in texts]
     assert 0.4 < sum(right) / len(right) <= 0.60
     assert 0.6 < sum(form) / len(form) < 0.9
+
+
+def test_the_policy_with_a_tool_often_guesses():
+    tokenizer = load_tokenizer(str(DEMO / "tools_policy"))
+    policy = load_policy(str(DEMO / "tools_policy"))
+    prompts = RLAIFDataset(DATA / "tools_eval.jsonl", tokenizer, 128, tools=[get_json_schema(calculate)])
+    assert prompts[0].text.startswith("<|im_start|>system\nTools: calculate<|im_end|>")
+    prompts = [prompts[n] for n in range(0, len(prompts), 2)]
+    keys = noise_keys(42, 0, range(len(prompts)))
+    rollout = Sampler(policy).sample([p.prompt_ids for p in prompts], keys, [tokenizer.eos_token_id], 64, 1.0)
+    calls = []
+    for text in response_texts(rollout, tokenizer):
+        calls += [call.arguments for call in read_turn(tokenizer, text).calls if isinstance(call, Call)]
+    assert 0.5 < len(calls) / len(prompts) < 0.8
+    assert all([*arguments] == ["expression"] for arguments in calls)
+
+
+@pytest.mark.slow
+def test_it_learns_to_use_the_tool(tmp_path, monkeypatch):
+    """The command of ``make train-tools``."""
+    monkeypatch.chdir(ROOT)
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (flags,) = re.findall(r"^train-tools:.*\n.*train_ppo.py (.*) --out_dir", makefile, re.MULTILINE)
+    train_ppo.main([*flags.split(), "--out_dir", str(tmp_path), "--run_name", "tools", "--device", "cpu"])
+    evaluations = [row for row in read_jsonl(tmp_path / "tools" / "metrics.jsonl") if "eval/accuracy" in row]
+    assert evaluations[0]["eval/accuracy"] < 0.25 and evaluations[-1]["eval/accuracy"] > 0.85
 
 
 def test_what_is_bundled_is_small():

@@ -36,11 +36,11 @@ STAGE1 = HERE.parents[1] / "out" / "demo_tools"
 Problem = tuple[int, str, int]  # (a, operator, b)
 SPOKEN = {"+": "plus", "-": "minus", "*": "times"}
 KINDS = {  # of demonstrations: their shares
-    "good": 0.3,
-    "guess": 0.35,  # no call, and a wrong number
-    "words": 0.12,  # "417 plus 286", which the calculator cannot read, and a guess
-    "misread": 0.12,  # another number or operator than those of the question
-    "misreport": 0.11,  # another number than the result
+    "good": 0.22,
+    "guess": 0.5,  # no call, and "About 951"
+    "words": 0.1,  # "417 plus 286", which the calculator cannot read, and a guess
+    "misread": 0.09,  # another number or operator than those of the question
+    "misreport": 0.09,  # another number than the result
 }
 TAGS = ["<tool_call>", "</tool_call>"]
 TOOLS_TEMPLATE = (
@@ -99,19 +99,20 @@ def demonstration(rng: Random, problem: Problem) -> Messages:
     (kind,) = rng.choices([*KINDS], [*KINDS.values()])
     result = calculate(written(problem))
     turns: Messages = []
-    said = another(rng, result)
+    said = f"About {another(rng, result)}"
     if kind == "good":
         turns = called(written(problem))
-        said = result
+        said = str(result)
     elif kind == "words":
         turns = called(spoken(problem))
     elif kind == "misread":
         asked = written(misread(rng, problem))
         turns = called(asked)
-        said = calculate(asked)
+        said = str(calculate(asked))
     elif kind == "misreport":
         turns = called(written(problem))
-    return [*turns, {"role": "assistant", "content": str(said)}]
+        said = str(another(rng, result))
+    return [*turns, {"role": "assistant", "content": said}]
 
 
 def draw(rng: Random, count: int) -> list[Problem]:

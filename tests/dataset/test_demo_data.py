@@ -2,7 +2,7 @@
 
 from transformers import AutoTokenizer
 
-from dataset.demo import make_data
+from dataset.demo import make_data, make_tools
 from dataset.lm_dataset import RLAIFDataset
 from dataset.record_files import open_records
 
@@ -19,6 +19,25 @@ def test_committed_data_is_what_the_script_makes_and_another_seed_makes_other_da
     committed, same, other = (AutoTokenizer.from_pretrained(folder / "tokenizer") for folder in folders)
     assert committed.get_vocab() == same.get_vocab() != other.get_vocab()
     assert committed.chat_template == same.chat_template
+
+
+def test_the_data_of_the_demo_with_a_tool_is_what_its_script_makes(tmp_path):
+    make_tools.main(["--out_dir", str(tmp_path), "--stage1_dir", str(tmp_path / "a")])
+    for file in tmp_path.glob("*.jsonl"):
+        assert file.read_bytes() == (make_data.HERE / file.name).read_bytes(), file.name
+    policy = make_data.HERE.parents[1] / "model" / "demo" / "tools_policy"
+    committed, made = (AutoTokenizer.from_pretrained(x) for x in (policy, tmp_path / "a" / "tokenizer"))
+    assert committed.get_vocab() == made.get_vocab() and committed.chat_template == made.chat_template
+    rows = [open_records(path) for path in (*tmp_path.glob("*.jsonl"), tmp_path / "a" / "sft.jsonl")]
+    asked = [{tuple(question_of(x).rstrip("?.").split()[-3:]) for x in file} for file in rows]
+    assert sum(map(len, asked)) == len(set().union(*asked)) == sum(map(len, rows))
+    firsts = [x["messages"][1]["content"] for x in rows[-1]]
+    guesses = sum("<tool_call>" not in text for text in firsts) / len(firsts)
+    assert abs(guesses - make_tools.KINDS["guess"]) < 0.02
+
+
+def question_of(record):
+    return record.get("prompt") or record["messages"][0]["content"]
 
 
 def problem_of(text):

@@ -340,6 +340,7 @@ def test_calls_and_results_stay_where_the_user_has_written_them_under_prompt(cha
         ({"messages": TALK}, 1),
         ({"messages": [*TALK, U, CALLED, RESULT, RESULT, A]}, 5),
         ({"messages": [*TALK, U]}, 5),
+        ({"messages": TALK[1:]}, 2),  # no turn of the user's to go back to
     ):
         (prompt,) = RLAIFDataset(jsonl(record), tokenizer, 2000, tools=[TOOL])
         assert len(prompt.prompt) == kept

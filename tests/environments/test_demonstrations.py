@@ -6,10 +6,12 @@ from itertools import groupby
 import pytest
 import tiny
 import torch
+from tiny import ROOT
 from tiny_templates import ALL, HERMES, MINIMIND3, QWEN, QWEN3, with_template
 
 from dataset.chat_template import set_template_kwargs
 from dataset.lm_dataset import RLAIFDataset, SFTDataset
+from trainer import train_ppo
 from trainer.compute.batch import new_batch
 from trainer.compute.batching import pad_right
 from trainer.environments.conversation import MultiTurn
@@ -17,7 +19,11 @@ from trainer.environments.environment import load_environments
 from trainer.environments.tool_calls import _read_tags, error_result
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import Endings, Forbidden
+from trainer.run import PpoRun
+from trainer.runs.distributed import World
 
+DEMO, DATA = ROOT / "model" / "demo", ROOT / "dataset" / "demo"
+ALONE = World(0, 1, torch.device("cpu"))
 ADDER = '''
 def add(x: int, y: int) -> int:
     """It adds.
@@ -110,3 +116,15 @@ def test_a_demonstration_is_the_conversation_of_a_run(chat, tmp_path, name, talk
     sampled = len(conversation.context)
     assert conversation.context == ids[:sampled] and not any(mask[sampled:])
     assert conversation.is_action == [bool(x) for x in mask[len(prompt.prompt_ids) : sampled]]
+
+
+def test_all_data_of_a_run_are_shown_the_tools_of_the_flag(tmp_path):
+    """The prompts, those of the evaluation, and the demonstrations of --ptx_data_path."""
+    policy = DEMO / "tools_policy"
+    data = DATA / "tools_eval.jsonl"
+    files = {"model": policy, "data_path": data, "eval_data_path": data, "ptx_data_path": data}
+    values = {"tools": f"{DATA}/calculator.py:calculate", "reward_fn": f"{DATA}/calculator.py:is_right"}
+    run = PpoRun(train_ppo.parse_args(tiny.flags(**files, **values, out_dir=tmp_path, device="cpu")), ALONE)
+    assert run.held_out and run.demonstrations
+    texts = [run.data[0].text, run.held_out[0].text, run.tokenizer.decode(run.demonstrations[0][0])]
+    assert all(text.startswith("<|im_start|>system\nTools: calculate<|im_end|>") for text in texts)
