@@ -200,17 +200,17 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, prompt: AnyPrompt) -> Marked:
     return mark_special(tokenizer, text)
 
 
-def as_turn(tokenizer: PreTrainedTokenizerBase, role: str, content: str) -> Turn:
+def as_turn(tokenizer: PreTrainedTokenizerBase, role: str, content: str, name: str = "") -> Turn:
     """A message as the chat template reads it, marked: thought and calls of tools beside the content if it
     reads them there, otherwise in the content; the result of a tool without the tags that the template writes
-    itself."""
+    itself. name: of the tool that gave it."""
     turn = TurnText.of(content)
     thought = turn.thought
     calls = turn.calls
-    more: Turn = {}
-    for name in THOUGHT_FIELDS:
-        if thought and reads_field(tokenizer, name):
-            more[name] = thought
+    more: Turn = {"name": name} if name else {}
+    for field in THOUGHT_FIELDS:
+        if thought and reads_field(tokenizer, field):
+            more[field] = thought
             thought = ""
     if calls and reads_field(tokenizer, "tool_calls"):
         more["tool_calls"] = calls

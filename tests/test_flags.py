@@ -233,7 +233,7 @@ def test_a_flag_that_is_of_no_use_alone_names_what_it_needs(name, value, needed)
 OFFLINE = """data_path thinking_ratio thinking_reward reward_model reward_fn reward_url overlong_buffer
     overlong_penalty repetition_penalty length_reward normalize_reward num_generations min_gen_len
     replay_batches filter_groups kl_in kl_target kl_horizon entropy_top update_old_actor_freq
-    mask_truncated missing_eos_penalty"""
+    mask_truncated missing_eos_penalty env tools max_turns"""
 WITHOUT_CRITIC = """critic_learning_rate vf_coef cliprange_value lam critic_lam critic_init
     critic_warmup_steps gamma kl_in offline_data_path"""
 

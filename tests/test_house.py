@@ -11,7 +11,7 @@ errors
 atomic_files progress_bar
 model
 dataset
-trainer.compute
+trainer.compute trainer.user_code
 trainer.generation trainer.rewards trainer.runs
 trainer.environments
 trainer.advantages

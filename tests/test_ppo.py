@@ -1,6 +1,7 @@
 """The pure functions of PPO against numbers worked out by hand and closed forms."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,57 @@ def test_gae_by_hand_and_with_lambda_one_return_minus_value():
     assert adv.gae(rewards[:, :1], values[:, :1], MASK[:, :1], 0.5, 0.5)[0].tolist() == [[-1], [2]]
 
 
+def test_gae_goes_from_one_sampled_token_to_the_next_over_observations():
+    """The rows of the test above with observations (rewards and values of which must not matter) between
+    their tokens: the same numbers at the same tokens, 0 at observations."""
+    junk = float("nan")
+    places = [[0, 3, 5], [1]]
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    rewards, values = torch.full((2, 2, 7), junk)
+    for row, columns in enumerate(places):
+        mask[row, columns] = True
+        rewards[row, columns] = torch.tensor([[1.0, 0.0, 2.0], [3.0]][row])
+        values[row, columns] = torch.tensor([[2.0, 4.0, 8.0], [1.0]][row])
+    batch = several_turns(mask, [6, 2])
+    advantages, returns = adv.gae(rewards, values, mask, 0.5, 0.5, batch.action_order)
+    assert advantages.tolist() == [[0.625, 0, 0, -1.5, 0, -6, 0], [0, 2, 0, 0, 0, 0, 0]]
+    assert returns.tolist() == [[2.625, 0, 0, 2.5, 0, 2, 0], [0, 3, 0, 0, 0, 0, 0]]
+    rewards = torch.where(mask, rewards, 0.0)
+    sums = adv.discounted_sums(rewards, 0.5, batch.action_order)  # 1 + .25 * 2, .5 * 2, 2
+    assert sums.tolist() == [[1.5, 0, 0, 1, 0, 2, 0], [0, 3, 0, 0, 0, 0, 0]]
+    assert adv.discounted_sums(rewards, 0.5).tolist() != sums.tolist()
+
+
+def several_turns(is_action, response_len):
+    """A batch with observations; the prompts are one token each."""
+    counts = torch.tensor(response_len)
+    return Batch(
+        tokens=torch.arange(is_action.numel() + len(counts)).view(len(counts), -1),
+        prompt_len=torch.ones_like(counts),
+        response_len=counts,
+        finished=counts > 0,
+        sampler_logprobs=torch.zeros(is_action.shape),
+        is_action=is_action,
+    )
+
+
+def test_observations_are_no_actions():
+    """Two turns with an observation of two tokens, and one turn; padding is no action either."""
+    mask = torch.tensor([[1, 1, 0, 0, 1], [1, 1, 1, 0, 0]], dtype=torch.bool)
+    batch = several_turns(mask, [5, 3])
+    assert batch.action_mask.equal(mask)
+    assert batch.lengths.tolist() == [3, 3]
+    assert batch.responses() == [[1, 2, 3, 4, 5], [7, 8, 9]]
+    assert batch.sampled() == [[1, 2, 5], [7, 8, 9]]
+    assert batch.last_turns() == [4, 0]
+    batch.scores = torch.tensor([1.0, math.nan])  # nothing is learned from the second
+    assert batch.action_mask.tolist() == [mask[0].tolist(), [False] * 5]
+    part = batch.rows([1])
+    assert (part.lengths.tolist(), part.last_turns(), part.sampled()) == ([3], [0], [[7, 8, 9]])
+    whole = replace(batch, is_action=None, scores=None)
+    assert (whole.lengths.tolist(), whole.last_turns(), whole.action_order) == ([5, 3], [0, 0], None)
+
+
 REWARDS = torch.tensor([[1.0, 0.0, 2.0], [5.0, 9.0, math.nan], [1.0, 1.0, 1.0], [0.0, 0.0, 7.0]])
 FOUR = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [True, True, True]])
 
@@ -169,6 +221,7 @@ def rows(advantages, mask=None, old_logprobs=None, **fields):
     return SimpleNamespace(
         advantages=advantages,
         action_mask=mask,
+        action_order=None,
         old_logprobs=0 * every if old_logprobs is None else old_logprobs,
         **({"importance_weights": every, "loss_mask": mask} | fields),
     )

@@ -28,7 +28,7 @@ def files(tmp_path_factory):
 
 FUNCTIONS = {  # of --reward_fn, and what is said
     "def f(p, r, a, level):\n    return [0, 0]": "--reward_fn: its parameter 'level' is no key",
-    "def g(p, r, a):\n    return [0, 0]": "--reward_fn .*: has no function 'f'",
+    "def g(p, r, a):\n    return [0, 0]": "--reward_fn .*: has no function or class 'f'",
     "def f(p, r, a):\n    return r[9]": r"--reward_fn: IndexError: .* at .*f\.py:2",
     "def f(p, r, a):\n    return [1]": "--reward_fn: returned 1 scores for 2 responses",
     "def f(p, r, a):\n    return ['x', 1]": "--reward_fn: score 1 is 'x'",

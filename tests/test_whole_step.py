@@ -37,6 +37,14 @@ REWARD = """def steps(prompts, responses, answers):
     places = [[i for i, c in enumerate(r) if c == "a"] for r in responses]
     return [[(None, -0.1 * len(r)), *((i, 1) for i in mine)] for r, mine in zip(responses, places)]
 """
+GAME = """class Game:
+    def reset(self, prompt):
+        self.turns = 0
+    def step(self, text):
+        self.turns += 1
+        words = text.split()
+        return "abcdefgh"[len(words) % 8], 0.5 * words.count("b") - 0.2, self.turns == 3 or "h" in words
+"""
 
 
 def options(text):
@@ -88,6 +96,19 @@ CASES = {
         "kl_in loss policy_loss gspo clip_epsilon 0.05 clip_epsilon_high 0.1 num_generations 4 "
         "replay_batches 1 mini_batch_size 8 cliprange_value 0.2"
     ),
+    "several turns": options(
+        "game 1 max_gen_len 24 max_turns 4 kl_in reward critic_lam 0.6 replay_batches 1 cliprange_value 0.1 "
+        "entropy_top 0.8 vf_coef 1.2 min_gen_len 3"
+    ),
+    "several turns, RLOO": NO_CRITIC
+    | options(
+        "game 1 max_gen_len 24 advantage rloo num_generations 4 kl_in loss gamma 1 steps 1 max_turns 2 "
+        "entropy_coef 0.2 mask_truncated 1 temperature 1"
+    ),
+    "several turns, GSPO": options(
+        "game 1 max_gen_len 24 kl_in loss policy_loss gspo clip_epsilon 0.05 clip_epsilon_high 0.1 "
+        "num_generations 4 mini_batch_size 8 lam 1"
+    ),
     SINGLE: NO_CRITIC
     | options(
         "advantage reinforce kl_in reward mini_batch_size 16 ppo_epochs 1 update_old_actor_freq 1 "
@@ -115,7 +136,7 @@ class Plain:
         self.used, self.batches, self.scores = set(), [], torch.zeros(0)
         self.kl_coef = run.args.kl_coef
         self.sampler_has_scored = run.models.sampler_has_scored
-        self.norms, self.packs = {"critic": [], "actor": []}, []
+        self.norms, self.packs, self.games = {"critic": [], "actor": []}, [], []
         path = run.args.ptx_data_path
         self.texts = [record["text"] for record in read_jsonl(path)] if path else []
         adam = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -137,7 +158,8 @@ class Plain:
         self.prompt_len = [n for batch in self.batches for n in batch.prompt_len.tolist()]
         self.response_len = [n for batch in self.batches for n in batch.response_len.tolist()]
         self.first_new = len(rows) - self.args.batch_size
-        places = [(row, t) for row, count in enumerate(self.response_len) for t in range(count)]
+        acted = [actions_of(batch)[row] for batch in self.batches for row in range(len(batch.tokens))]
+        places = [(row, t) for row, mine in enumerate(acted) for t, sampled in enumerate(mine) if sampled]
         self.row = torch.tensor([row for row, _ in places])
         self.place = torch.tensor([self.prompt_len[row] + t for row, t in places])
         self.new = self.row >= self.first_new
@@ -197,8 +219,9 @@ class Plain:
         place = torch.arange(len(prompts))
         noise = uniform(noise_keys(args.seed, step, place // count, place % count), args.max_gen_len)
         found = [[] for _ in prompts]
-        for t in range(args.max_gen_len):
-            going = [i for i, response in enumerate(found) if not {*response[-1:]} & {*eos}]
+        self.games = [Game() for _ in prompts]
+        while going := [i for i, game in enumerate(self.games) if not game.over]:
+            t = torch.tensor([len(found[i]) for i in going])
             rows = [torch.tensor([*prompts[i], *found[i]]) for i in going]
             last = torch.tensor([len(row) - 1 for row in rows])
             tokens = pad_sequence(rows, batch_first=True)
@@ -207,26 +230,35 @@ class Plain:
                 self.old_actor(tokens, attention_mask=mask.long()).logits[range(len(rows)), last].double()
             )
             logits[:, self.ids :] = -math.inf
-            if t < args.min_gen_len - 1:
-                logits[:, eos] = -math.inf
+            logits[(t < args.min_gen_len - 1).nonzero(), eos] = -math.inf
             below = torch.softmax(logits / args.temperature, -1).cumsum(-1) <= noise[going, t, None]
             for i, token in zip(going, below.sum(-1).tolist(), strict=True):
                 found[i].append(token)
+                self.games[i].follow(found[i], token in eos, args)
         return found
 
     def scored(self, responses, eos, logged=()):
         """-> {name: mean} of the parts of the reward, their sum, and the responses' lengths and ends. logged:
         the scores that came with them, if they did."""
         function, ended = [], [ids[-1] in eos for ids in responses]
-        for ids in responses:
-            text = " ".join(["</s>", "<unk>", *WORDS][i] for i in ids if i not in eos)
+        environment = {}
+        if self.args.env:
+            ended = [end and not game.full for end, game in zip(ended, self.games, strict=True)]
+            environment = {"reward/environment": [sum(game.rewards.values()) for game in self.games]}
+        last_turns = [
+            ids[game.begun :] if self.args.env else ids
+            for ids, game in zip(responses, self.games or responses, strict=True)
+        ]
+        for ids in last_turns:
+            text = " ".join(words_of([i for i in ids if i not in eos]))
             function.append(text.split().count("a") - 0.1 * len(text))
         missing = [0.0 if end else -self.args.missing_eos_penalty for end in ended]
         numbers = {"reward/function": function, "reward/missing_eos": missing}
         if logged:
             function, missing, numbers = logged, [0.0] * len(logged), {}
         kept = self.scores[-self.first_new :] if self.first_new else self.scores[:0]
-        scores = torch.tensor(function) + torch.tensor(missing)
+        numbers |= environment
+        scores = torch.tensor(function) + torch.tensor(missing) + sum(map(torch.tensor, environment.values()))
         room, over = self.args.overlong_buffer, {}
         if room:  # eq. 13 of DAPO
             free = self.args.max_gen_len - room
@@ -235,6 +267,12 @@ class Plain:
             scores += torch.tensor(over["reward/overlong"])
         self.scores = torch.cat([kept, scores])
         numbers["rollout/finished"] = ended
+        if self.args.env:
+            counts = zip(self.games, responses, strict=True)
+            responses = [[i for i, mine in zip(ids, game.acted, strict=True) if mine] for game, ids in counts]
+            numbers["rollout/turns"] = [len(game.rewards) + game.cut for game in self.games]
+            numbers["rollout/observation_tokens"] = [game.acted.count(False) for game in self.games]
+            numbers["rollout/hung"] = [0] * len(responses)
         lengths = [len(ids) for ids in responses]
         numbers |= {**over, "reward/score": scores.tolist(), "rollout/length": lengths}
         numbers["rollout/repetition"] = [repetition(ids) for ids in responses]
@@ -324,6 +362,12 @@ class Plain:
             there = self.tokens[self.row, self.place] == 2
             rewards += there.float()
             rewards[last] -= torch.tensor([there[self.row == i].sum() for i in range(rows)])
+        if args.env:  # a turn's reward belongs to its last token
+            turns = [batch.turn_rewards for batch in self.batches]
+            turns = pad_sequence([row for batch in turns for row in batch], batch_first=True)
+            there = turns[self.row, self.place - torch.tensor(self.prompt_len)[self.row]]
+            rewards += there
+            rewards[last] -= turns.sum(1)
         outcome = self.gae(rewards, torch.zeros_like(rewards), 1.0)
         if self.critic:
             self.old_values = self.values(list(range(rows)))[0]
@@ -524,6 +568,46 @@ class Plain:
         self.noted.setdefault(name, []).append(numbers.detach())
 
 
+class Game:
+    """What ``GAME`` and the chat template make of a response, by hand; without --env it ends with its EOS.
+    Behind the EOS of a turn stand: user (unknown), a word, EOS, assistant (unknown)."""
+
+    def __init__(self):
+        self.over = self.full = self.cut = False
+        self.begun = 0  # where the turn has begun
+        self.acted, self.rewards = [], {}  # {place of a turn's last token: its reward}
+
+    def follow(self, ids, ended, args):
+        self.acted.append(True)
+        self.over = ended or len(ids) == args.max_gen_len
+        self.cut = not ended
+        if not (ended and args.env):
+            return
+        words = words_of(ids[self.begun : -1])
+        self.rewards[len(ids) - 1] = 0.5 * words.count("b") - 0.2
+        if len(self.rewards) == min(3, args.max_turns) or "h" in words:
+            return
+        if len(ids) + 4 >= args.max_gen_len:
+            self.full = True
+            return
+        self.over = False
+        ids += [1, 2 + len(words) % 8, 0, 1]
+        self.acted += [False] * 4
+        self.begun = len(ids)
+
+
+def words_of(ids):
+    return [["</s>", "<unk>", *WORDS][i] for i in ids]
+
+
+def actions_of(batch):
+    """[B][R] which response tokens were sampled"""
+    if batch.is_action is None:
+        return [[True] * count for count in batch.response_len.tolist()]
+    rows = zip(batch.is_action.tolist(), batch.response_len.tolist(), strict=True)
+    return [row[:count] for row, count in rows]
+
+
 def same_weights(untouched, model):
     """A copy of an untouched model with the weights of one that trains."""
     mine = copy.deepcopy(untouched)
@@ -558,6 +642,7 @@ def files(tmp_path_factory):
     answers = [" ".join(WORDS[n * i % 8] for i in range(n % 6)) for n in range(48)]
     logged = [{**p, "answer": x, "score": len(x) % 7 - 3} for p, x in zip(prompts, answers, strict=True)]
     (folder / "steps.py").write_text(REWARD)
+    (folder / "game.py").write_text(GAME)
     torch.manual_seed(0)
     tokenizer = load_tokenizer(found["model"])
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": len(tokenizer) + 3}  # never sampled
@@ -567,6 +652,7 @@ def files(tmp_path_factory):
     return found | {
         "experts": str(folder / "experts"),
         "steps": f"{folder / 'steps.py'}:steps",
+        "game": f"{folder / 'game.py'}:Game",
         "offline_data_path": write_jsonl(folder / "logged.jsonl", logged),
         "ptx_data_path": write_jsonl(folder / "ptx.jsonl", [{"text": p["prompt"] + " h h"} for p in prompts]),
     }
@@ -584,11 +670,12 @@ def disturb(model, seed, size):
             p.add_((10 if "value_head" in name else 1) * size * torch.randn(p.shape, generator=random))
 
 
-def start(files, experts=False, steps=False, logged=False, **values):
+def start(files, experts=False, steps=False, logged=False, game=False, **values):
     """-> (run, prompts, ``Plain``), all models disturbed by noise of their own."""
     named = {name: files[name] for name in (["offline_data_path"] if logged else ["reward_fn", "data_path"])}
     named["model"] = files["experts" if experts else "model"]
     named |= {"reward_fn": files["steps"]} if steps else {}
+    named |= {"env": files["game"]} if game else {}
     named |= {"ptx_data_path": files["ptx_data_path"]} if "ptx_coef" in values else {}
     given = {name: x for name, x in {**named, **FLAGS, **values}.items() if x is not None}
     args = train_ppo.parse_args(flags(**given))
@@ -640,6 +727,7 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
                 [x.response_ids for x in asked] if offline else plain.responses(asked, step, run.endings.eos)
             )
             assert responses == answers
+            assert offline or actions_of(batch) == [game.acted for game in plain.games]
             plain.take(batch)
             assert offline or plain.gap_of_samples() < 1e-4
             shape, random = batch.sampler_logprobs.shape, torch.Generator().manual_seed(step)
@@ -664,7 +752,8 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
             assert largest < 3e-4 and typical < 2e-6, f"{name} in step {step}"
         lines.append(metrics)
     check_that_all_was_in_use(plain, lines)
-    assert all(count > 0 for count in once.values()) == (case in ("RLOO", "GSPO, four answers"))
+    shares = ("RLOO", "GSPO, four answers", "several turns, RLOO", "several turns, GSPO")
+    assert all(count > 0 for count in once.values()) == (case in shares)
 
 
 def check_that_all_was_in_use(plain, lines):

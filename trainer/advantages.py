@@ -71,17 +71,20 @@ def token_rewards(
 
 
 def step_rewards(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
-    """-> [B, R] fp32 on the batch's device: the sum of the steps that end with each token; None without a
-    reward function. ``RawScores.steps``: of each response [(character offset, score)]."""
+    """-> [B, R] fp32 on the batch's device: the sum of the steps that end with each token, and the rewards
+    of turns; None without either. ``RawScores.steps``: [(character offset, score)] of each text, which is
+    that of the response or of its last turn."""
     steps = batch.raw.steps
     if not steps:
-        return None
+        return batch.turn_rewards
     rewards = torch.zeros(batch.sampler_logprobs.shape)
-    for row, (pairs, text, ids) in enumerate(zip(steps, batch.texts, batch.responses(), strict=True)):
-        places = token_places([offset for offset, _ in pairs], text, ids, tokenizer)
+    rows = zip(steps, batch.texts, batch.responses(), batch.last_turns(), strict=True)
+    for row, (pairs, text, ids, first) in enumerate(rows):
+        places = token_places([offset for offset, _ in pairs], text, ids[first:], tokenizer)
         for place, (_, score) in zip(places, pairs, strict=True):
-            rewards[row, place] += score
-    return send(rewards, batch.tokens.device)
+            rewards[row, first + place] += score
+    rewards = send(rewards, batch.tokens.device)
+    return rewards if batch.turn_rewards is None else rewards + batch.turn_rewards
 
 
 def token_places(
@@ -114,26 +117,45 @@ def token_places(
     return [place(offset) for offset in offsets]
 
 
-def discounted_sums(x: Tensor, decay: float) -> Tensor:
-    """S_t = x_t + decay S_{t+1} for x [B, R] with 0 on padding. From sums of n columns those of 2n: log2(R)
-    operations instead of R, each of which a GPU would have to start."""
+# In a response of several turns time goes from one sampled token to the next: observations are no steps.
+# ``order`` is ``Batch.action_order``, None where every response token was sampled.
+
+
+def actions_first(x: Tensor, order: Tensor | None) -> Tensor:
+    """x [B, R] with the columns of each row in this order: those of its sampled tokens stand together."""
+    return x if order is None else x.gather(1, order)
+
+
+def in_place(x: Tensor, order: Tensor | None) -> Tensor:
+    """What ``actions_first`` made, with each column at its own place again."""
+    return x if order is None else torch.empty_like(x).scatter_(1, order, x)
+
+
+def discounted_sums(x: Tensor, decay: float, order: Tensor | None = None) -> Tensor:
+    """S_t = x_t + decay S_{t+1} for x [B, R] with 0 on padding and observations; t + 1 is the next sampled
+    token. From sums of n columns those of 2n: log2(R) operations instead of R, each of which a GPU would have
+    to start."""
+    x = actions_first(x, order)
     n = 1
     while n < x.shape[1]:
         x = x + decay**n * F.pad(x[:, n:], (0, n))
         n *= 2
-    return x
+    return in_place(x, order)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, order: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16), all [B, R] -> (advantages, returns).
 
-    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  the value after the last token
-    is 0. Returns = A + V. Both are 0 on padding.
+    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  t + 1 is the next sampled token,
+    and the value after the last one is 0. Returns = A + V. Both are 0 on padding and observations.
     """
     rewards = torch.where(mask, rewards, 0.0)
     values = torch.where(mask, values, 0.0)
-    deltas = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values  # 0 on padding
-    advantages = discounted_sums(deltas, gamma * lam)
+    following = in_place(F.pad(actions_first(values, order)[:, 1:], (0, 1)), order)  # V_{t+1}
+    deltas = rewards + gamma * following - values  # 0 on padding and observations
+    advantages = discounted_sums(deltas, gamma * lam, order)
     return advantages, advantages + values
 
 

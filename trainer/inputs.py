@@ -169,7 +169,8 @@ def fill_paths(args: Flags) -> None:
         if args.reasoning is None and reason.is_file():
             args.reasoning = 1  # it was trained to reason
         args.model = str(reason if args.reasoning else sft)
-    has_reward = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
+    given = (args.offline_data_path, args.reward_model, args.reward_fn, args.reward_url)
+    has_reward = any(given) or args.env  # whether that class has one is known once it is loaded
     if not args.model:
         args.model = DEMO["model"]
         if not args.data_path:  # the demo's held-out prompts belong to the demo's prompts
@@ -466,11 +467,14 @@ def sampler_limits(
     args: Flags, actor: PreTrainedModel, data: Prompts, held_out: RLAIFDataset | None
 ) -> SamplerLimits:
     """Flags and data -> ``SamplerLimits``. Raises InputError for more positions than the actor has."""
-    longest = args.max_gen_len + max(x.longest for x in (data, held_out) if x)
     limit = most_positions(actor.config)
+    prompts = max(x.longest for x in (data, held_out) if x)
+    if args.env:  # reset may add to a prompt
+        prompts = max(prompts, min(args.max_seq_len, limit - args.max_gen_len))
+    longest = args.max_gen_len + prompts
     if longest > limit:
         raise InputError(
-            f"--max_gen_len {args.max_gen_len}: with prompts of {longest - args.max_gen_len} tokens it "
+            f"--max_gen_len {args.max_gen_len}: with prompts of {prompts} tokens it "
             f"exceeds the {limit} positions of {args.model}; lower it or --max_seq_len"
         )
     group_size = args.num_generations + 1  # an evaluation has a greedy answer too

@@ -102,7 +102,8 @@ def policy_loss(
     advantages = mb.advantages
     # --kl_in reward: also take off what the updates added to the KL.
     if kl_in_reward:
-        advantages = advantages - kl_in_reward * discounted_sums(log_ratio.detach(), decay)
+        added = discounted_sums(log_ratio.detach(), decay, mb.action_order)
+        advantages = advantages - kl_in_reward * added
     limited = sequence_ratio(log_ratio, mb.action_mask) if kind == "gspo" else ratio  # which the clip limits
     if kind == "cispo":
         per_token = cispo_loss(logprobs, limited, advantages, low, high)

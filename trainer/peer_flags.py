@@ -34,6 +34,9 @@ per_device_train_batch_size         batch_size  # there times gradient_accumulat
 num_train_epochs                    epochs                  a whole number
 # TRL: data
 dataset_name                        data_path
+# TRL: several turns
+environment_factory                 env                     path.py:Class, the same class
+max_tool_calling_iterations         max_turns               one more: the last answer is a turn too
 # TRL: run and machine
 output_dir                          out_dir
 logging_steps                       log_interval
@@ -79,6 +82,7 @@ activation_checkpointing            gradient_checkpointing  1
 pretrain                            model
 reward_pretrain                     reward_model
 reward.model_name_or_path           reward_model
+agent_func_path                     env                     path.py:Class
 remote_rm_url                       reward_url  # a .py file there: --reward_fn
 reward.remote_url                   reward_url
 critic_pretrain                     critic_init             actor or reward
@@ -154,6 +158,7 @@ model.path                          model
 critic.model.path                   critic_init             actor or reward
 reward_model.model.path             reward_model
 custom_reward_function.path         reward_fn               path.py:function
+multi_turn.max_assistant_turns      max_turns
 train_files                         data_path
 val_files                           eval_data_path
 max_response_length                 max_gen_len
@@ -261,8 +266,9 @@ use_bias_correction_kl: not needed, the KL of --kl_in loss always has the weight
 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target:
     --entropy_coef stays as it is given
 sync_ref_model ref_model_mixup_alpha ref_model_sync_steps: the reference is always the policy of the start
-max_tool_calling_iterations: tools are not run, a response is one turn
-max_total_len: set --max_seq_len for the prompt and --max_gen_len for the response, which is one turn
+max_total_len: set --max_seq_len for the prompt and --max_gen_len for the response, all its turns together
+rollout_func: --env plays the turns, or --offline_data_path has answers of your own
+tool_config_path: name Python functions with --tools, or a class with --env
 # TRL: all stages
 dataset_config: download that part of the data set and name its files in --data_path
 dataset_streaming: not needed, a file is never held in memory

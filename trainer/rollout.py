@@ -1,5 +1,6 @@
 """Rollout: prompts -> responses of a policy, drawn by the sampler (generation/engine.py), as a ``Batch``.
 
+With --env or --tools a response has several turns: ``RolloutEngine.in_turns``, trainer/environments.
 The batch has the sampler's log-probs. Whether the old actor computes its own as well: ``evaluate_tokens`` in
 train_ppo.py, ``Models.sampler_has_scored`` and ``single_update`` in models.py.
 """
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dataset.lm_dataset import Prompt
 from trainer.compute.batch import Batch
 from trainer.compute.memory import free_unused_memory
+from trainer.environments.conversation import MultiTurn
 from trainer.generation.engine import Sampler
 from trainer.generation.stops import Endings, decode, response_texts
 
@@ -32,6 +34,7 @@ class RolloutEngine:
     endings: Endings  # what ends a response
     args: Namespace  # max_gen_len and min_gen_len
     sharded: bool  # --shard 1: a whole copy of the weights is in memory only while it samples
+    turns: MultiTurn | None = None  # --env, --tools
 
     @contextmanager
     def weights_of(self, model: PreTrainedModel) -> Iterator[None]:
@@ -50,8 +53,47 @@ class RolloutEngine:
         self, prompts: list[Prompt], keys: Tensor, temperature: float, greedy: Sequence[bool] = ()
     ) -> Batch:
         """Prompts -> their responses, not scored. keys [B]: of ``noise_keys``; greedy: as in ``sample``."""
+        if self.turns:
+            return self.in_turns(self.turns, prompts, keys, temperature, greedy)
+        batch = self.sample([prompt.prompt_ids for prompt in prompts], keys, temperature, greedy)
+        batch.prompts = prompts
+        return batch
+
+    def in_turns(
+        self,
+        turns: MultiTurn,
+        prompts: list[Prompt],
+        keys: Tensor,
+        temperature: float,
+        greedy: Sequence[bool] = (),
+    ) -> Batch:
+        """``respond`` where environments or tools answer each turn of the policy, until all conversations are
+        over. The turns of all that go on are sampled together; those that wait hold no slot."""
+        device = self.sampler.copy.model.device
+        conversations = turns.begin(prompts, keys)
+        while rows := [i for i, conversation in enumerate(conversations) if not conversation.over]:
+            going_on = [conversations[i] for i in rows]
+            turn = self.sample(
+                [conversation.context for conversation in going_on],
+                keys[rows],
+                temperature,
+                greedy=[greedy[i] for i in rows] if greedy else (),
+                first_places=[len(conversation.ids) for conversation in going_on],
+            )
+            turns.reply(going_on, turn)  # runs calls or ``step``; observations go behind the turns
+        return turns.as_batch(conversations, device)
+
+    def sample(
+        self,
+        prompt_ids: list[list[int]],
+        keys: Tensor,
+        temperature: float,
+        greedy: Sequence[bool] = (),
+        first_places: Sequence[int] = (),
+    ) -> Batch:
+        """One response or turn to each of these, with its text; as ``Sampler.sample``."""
         batch = self.sampler.sample(
-            [prompt.prompt_ids for prompt in prompts],
+            prompt_ids,
             keys,
             eos_ids=self.endings.eos,
             max_gen_len=self.args.max_gen_len,
@@ -60,8 +102,8 @@ class RolloutEngine:
             stops=self.endings.stops,
             textless=self.endings.forbidden.textless,
             greedy=greedy,
+            first_places=first_places,
         )
-        batch.prompts = prompts
         batch.texts = response_texts(batch, self.tokenizer, self.endings.stops)
         return batch
 

@@ -27,6 +27,8 @@ from trainer.compute.batch import Batch, RawScores
 from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.sharding import ShardGroup
+from trainer.environments.conversation import MultiTurn
+from trainer.environments.environment import Environments, load_environments
 from trainer.evaluation import Evaluation
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
@@ -81,6 +83,7 @@ from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import Progress, Updater
 from trainer.runs.resume import check_resume
+from trainer.user_code import Modules
 
 AVERAGE = "ema.pth"  # in the run folder, of --ema_beta
 USUAL_IDS = 0.95  # of a model's embeddings: a few have no id
@@ -96,6 +99,7 @@ class PpoRun(Run):
     held_out: RLAIFDataset | None
     held_out_pairs: LoggedPairs | None
     engine: RolloutEngine  # but not where nothing is sampled
+    environments: Environments | None = None  # --env, --tools
     value_scale: ValueScale  # with a critic
     _reward_hash = ""
 
@@ -106,9 +110,12 @@ class PpoRun(Run):
         start = start or Start()
         start.part("checks")
         with world.all_or_none():  # what needs no model, before anything that takes long
-            functions = load_reward_functions(self.args.reward_fn)
+            modules: Modules = {}  # a file that several flags name is imported once
+            functions = load_reward_functions(self.args.reward_fn, modules)
             with named_as_evaluation():
-                eval_functions = load_reward_functions(self.args.eval_reward_fn)
+                eval_functions = load_reward_functions(self.args.eval_reward_fn, modules)
+            if self.args.env or self.args.tools:
+                self.environments = load_environments(self.args.env, self.args.tools, modules)
             check_files(self.args)
             self.tokenizer = load_trained_tokenizer(self.args)
             if world.is_main:
@@ -222,6 +229,7 @@ class PpoRun(Run):
                 endings=self.endings,
                 args=args,
                 sharded=self.shard_group is not None,
+                turns=self._turns(),
             )
             if self.shard_group:  # each process soon has a part of each model, and a whole one of none
                 sampler.copy.unload()
@@ -245,6 +253,15 @@ class PpoRun(Run):
             world, self.train_states, self.loss_scale, self.progress, args.grad_clip, self.shard_group
         )
 
+    def _turns(self) -> MultiTurn | None:
+        """What makes several turns of a response, None without --env and --tools. Raises InputError for a
+        chat template that cannot go on behind a turn."""
+        if not (self.environments and isinstance(self.data, RLAIFDataset)):
+            return None
+        turns = MultiTurn(self.environments, self.tokenizer, self.endings, self.data.thinking, self.args)
+        turns.check(self.data[0])
+        return turns
+
     def _use_data(self, data: Prompts, functions: RewardFunctions, eval_functions: RewardFunctions) -> None:
         """Take the data, and do what needs no model besides: count the steps, make rewards without their
         models, call their functions once."""
@@ -255,6 +272,8 @@ class PpoRun(Run):
         self.responses_per_record = args.num_generations
         self.total_steps = self.count_steps()
         choose_warmup(args, self.total_steps)
+        if self.environments:
+            self.environments.check_fields(data, self.held_out)
         known = run_values(0, self.total_steps, data, self.held_out)  # that functions may ask for
         # The evaluation reward never trains. Logged answers come with their scores.
         self.reward = Reward()
@@ -475,6 +494,8 @@ class PpoRun(Run):
             "tokenizer": short_hash(sorted(self.tokenizer.get_vocab().items())),
             "offline_data_path" if self.args.offline_data_path else "data_path": self.data.fingerprint,
         }
+        if self.environments:
+            hashes["env" if self.args.env else "tools"] = self.environments.code_hash
         if self.reward.functions:
             hashes["reward_fn"] = code_hash(self.args.reward_fn)
             weights = [f"{name}={weight:g}" for name, (_, weight) in self.reward.functions.items()]

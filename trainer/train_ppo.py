@@ -127,13 +127,7 @@ def flag_parser() -> FlagParser:
     add("--stop_token_ids", [], "ids that end a response as the EOS does", type=int)
     add("--temperature", 1.0, "of sampling and of every log-prob", at_least=0.01, at_most=100)
     add_sampled("--env", path, "several turns with a class of yours: path.py:Class; environments.md")
-    add_sampled(
-        "--tools",
-        [],
-        "functions that the policy may call: path.py:f,g …",
-        type=path,
-        not_with={"env": "the methods of that class are the tools"},
-    )
+    add_sampled("--tools", [], "functions that the policy may call: path.py:f,g …", type=path)
     add_sampled("--max_turns", 8, "turns of a response, with --env or --tools", at_least=1, off=8)
     p.group("PPO")
     add("--epochs", 1, "passes over the prompts", at_least=1)
@@ -380,7 +374,7 @@ def reward_tokens(args: Namespace, batch: Batch, kl_coef: float) -> None:
     batch.rewards = advantages.token_rewards(
         batch.scores, batch.response_len, batch.action_mask, kl_penalty=penalty, steps=batch.step_rewards
     )
-    batch.mc_returns = advantages.discounted_sums(batch.rewards, args.gamma)
+    batch.mc_returns = advantages.discounted_sums(batch.rewards, args.gamma, batch.action_order)
 
 
 def estimate(
@@ -394,11 +388,12 @@ def estimate(
     """
     rewards = batch.rewards
     mask = batch.action_mask
+    order = batch.action_order
     group_size = args.num_generations
     if args.advantage == "gae":
-        unwhitened, _ = advantages.gae(rewards, batch.values, mask, args.gamma, args.lam)
+        unwhitened, _ = advantages.gae(rewards, batch.values, mask, args.gamma, args.lam, order)
         # The critic's returns have a lambda of their own.
-        _, batch.returns = advantages.gae(rewards, batch.values, mask, args.gamma, args.critic_lam)
+        _, batch.returns = advantages.gae(rewards, batch.values, mask, args.gamma, args.critic_lam, order)
         unwhitened, std = advantages.centred(unwhitened, mask, world.sum)
     elif args.advantage == "reinforce":
         unwhitened, std = advantages.centred(batch.mc_returns, mask, world.sum)

@@ -2,12 +2,12 @@
 
 The templates here behave as those of Qwen and MiniMind, Llama 3, SmolLM2, Phi-3, Qwen3.5 and gpt-oss do."""
 
-import copy
 import json
 import pickle
 
 import pytest
 import tiny
+from tiny_templates import ALL, CHANNELS, LLAMA, PHI, QWEN, READS, START, with_template
 
 from dataset.chat_template import conversation_text, unmark
 from dataset.formats import Keys, to_pair, to_prompt
@@ -22,49 +22,6 @@ U, A = tiny.user("2 + 3?"), tiny.assistant("It is 5.")
 RESULT = {"role": "tool", "content": "5"}
 CALLED = tiny.assistant("", tool_calls=[CALL])
 TALK = [U, CALLED, RESULT, A]
-
-START = "{% for m in messages %}"
-HEADER = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-LISTED = "{% if tools %}{{ '<|im_start|>system\\n' }}{% if messages[0].role == 'system' %}"
-LISTED += (
-    "{{ messages[0].content + '\\n' }}{% endif %}{{ '# Tools' }}{% for t in tools %}{{ '\\n' + t | tojson }}"
-)
-LISTED += "{% endfor %}{{ '<|im_end|>\\n' }}{% elif messages[0].role == 'system' %}"
-LISTED += "{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{% endif %}"
-QWEN = LISTED + START + "{% if m.role == 'user' %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}"
-QWEN += "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + m.content }}"
-QWEN += "{% for c in m.tool_calls or [] %}{{ '\\n' if m.content or not loop.first }}"
-QWEN += '{{ \'<tool_call>\\n{"name": "\' }}'
-QWEN += (
-    "{{ c.function.name + '\", \"arguments\": ' }}{{ c.function.arguments | tojson }}{{ '}\\n</tool_call>' }}"
-)
-QWEN += "{% endfor %}{{ '<|im_end|>\\n' }}{% elif m.role == 'tool' %}"
-QWEN += "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
-QWEN += "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
-QWEN += "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
-QWEN += "{% endif %}{% endfor %}" + HEADER
-LLAMA = (
-    START
-    + "{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}{{ '<|im_start|>assistant\\n{\"name\": ' }}"
-)
-LLAMA += "{{ c.name | tojson }}{{ ', \"parameters\": ' }}{{ c.arguments | tojson }}{{ '}<|im_end|>' }}"
-LLAMA += "{% elif m.role == 'tool' %}{{ '<|im_start|>ipython\\n' }}{{ m.content | tojson }}{{ '<|im_end|>' }}"
-LLAMA += (
-    "{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
-    + HEADER
-)
-ALL = START + "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}" + HEADER
-PHI = START + "{% if m.role in ('system', 'user', 'assistant') %}{{ '<|im_start|>' + m.role + '\\n' }}"
-PHI += "{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-PHI += (
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
-)
-
-
-def with_template(tokenizer, template):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def rendered(tokenizer, turns, **more):
@@ -261,16 +218,6 @@ def test_pairs_and_logged_answers(chat, jsonl):
 
 
 # ---------------------------------------------------------------- thoughts
-
-READS = START + "{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n<think>\\n' }}"
-READS += "{{ m.reasoning_content or '' }}{{ '\\n</think>\\n\\n' }}"
-READS += "{% else %}{{ '<|im_start|>' + m.role + '\\n' }}{% endif %}"
-READS += "{{ m.content + '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
-READS += "{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
-CHANNELS = START + "{{ '<|im_start|>' + m.role }}{% if 'thinking' in m %}"
-CHANNELS += "{{ '<analysis>' + m.thinking + '<end>' }}{% endif %}"
-CHANNELS += "{{ '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
-CHANNELS += "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
 
 
 def test_a_thought_is_learned_as_the_template_writes_it(chat, jsonl):

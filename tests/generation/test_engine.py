@@ -240,3 +240,25 @@ def test_weights_rounded_once_score_as_those_that_autocast_rounds_at_every_call(
     linear = [x.weight for x in model.base_model.modules() if type(x) is torch.nn.Linear]
     assert {x.dtype for x in linear} <= {torch.bfloat16}
     assert model.get_input_embeddings().weight.dtype == torch.float32
+
+
+def test_a_later_turn_goes_on_where_the_response_stands(model):
+    """A response that is sampled in two or three parts is the one that is sampled at once: noise, budget and
+    --min_gen_len count from its beginning, in any slot."""
+    rows = range(16)
+    keys = noise_keys(7, 3, rows)
+    at_once = Sampler(model).sample(PROMPTS, keys, [0], 10, 1.0, min_gen_len=6)
+    responses = at_once.responses()
+    assert len({*map(len, responses)}) > 2
+    sampler = Sampler(model, slots=5)
+    first = [row % 6 for row in rows]  # so many tokens stand there already
+    begun = [[*PROMPTS[row], *responses[row][: first[row]]] for row in rows]
+    rest = sampler.sample(begun, keys, [0], 10, 1.0, min_gen_len=6, first_places=first)
+    assert rest.responses() == [ids[place:] for ids, place in zip(responses, first, strict=True)]
+    assert rest.finished.equal(at_once.finished)
+    assert rest.prompt_len.tolist() == [len(ids) for ids in begun]
+    for row, place in enumerate(first):
+        expected = at_once.sampler_logprobs[row, place : len(responses[row])]
+        assert torch.allclose(rest.sampler_logprobs[row, : len(expected)], expected, atol=1e-5)
+    again = sampler.sample(PROMPTS, keys, [0], 10, 1.0, min_gen_len=6)
+    assert again.responses() == responses

@@ -118,7 +118,9 @@ class Batch:
     @property
     def action_order(self) -> Tensor | None:
         """[B, R] int64: the columns of each row, first those of its sampled tokens. None where all are."""
-        return None if self.is_action is None else self.is_action.byte().argsort(1, True, descending=True)
+        if self.is_action is None:
+            return None
+        return torch.argsort(self.is_action.byte(), dim=1, descending=True, stable=True)
 
     @property
     def lengths(self) -> Tensor:
@@ -187,7 +189,7 @@ class Batch:
 
     def lists(self) -> dict[str, list]:
         """-> {name: a list with an item for each row} of the fields that are filled"""
-        found = {"prompts": self.prompts, "texts": self.texts, "dialogues": self.dialogues}
+        found: dict[str, list] = {"prompts": self.prompts, "texts": self.texts, "dialogues": self.dialogues}
         return {name: items for name, items in found.items() if items}
 
 

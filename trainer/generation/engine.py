@@ -92,23 +92,25 @@ class Sampler:
         stops: StopStrings | None = None,
         textless: tuple[tuple[int, int], ...] = (),
         greedy: Sequence[bool] = (),
+        first_places: Sequence[int] = (),
     ) -> Batch:
         """One response a prompt -> ``Batch`` with its first five fields, in the order of the prompts.
 
-        prompt_ids: B non-empty lists; keys [B]: from ``noise_keys``; eos_ids: each of them ends a response;
-        textless: of ``Forbidden``; greedy [B]: whose tokens are the likeliest ones; temperature 0: all, at 1.
-        When memory runs out, sampling starts again with half the slots: the same tokens up to rounding.
+        keys [B]: from ``noise_keys``; textless: of ``Forbidden``; greedy [B]: whose tokens are the likeliest
+        ones; temperature 0: all, at 1. first_places [B]: how many tokens at the end of each prompt are of the
+        response, its earlier turns: lengths and noise go on behind them.
         InputError if a single sequence does not fit, or if the model gives NaN.
         """
         count = len(prompt_ids)
-        width = max(map(len, prompt_ids)) + max_gen_len
+        first = [*first_places] or [0] * count
+        width = max(len(ids) - place for ids, place in zip(prompt_ids, first, strict=True)) + max_gen_len
         noise = uniform(keys, max_gen_len)
         noise.masked_fill_(torch.tensor(greedy or [temperature == 0] * count)[:, None], GREEDY)
 
         def run():
             sizes = tuple(map(max, self.sizes, (count, width, max_gen_len)))
             engine = self._engine(sizes, (Forbidden(min_gen_len, tuple(eos_ids), textless), stops))
-            engine.start(prompt_ids, noise, temperature or 1.0)
+            engine.start(prompt_ids, noise, temperature or 1.0, first)
             with phase("sampling", count, "responses") as bar:
                 while engine.waiting or engine.live:
                     engine.admit()
@@ -118,19 +120,24 @@ class Sampler:
             return engine
 
         with torch.inference_mode():
+            # Again with half the slots where memory runs out: the same tokens up to rounding
             while (engine := attempt(run)[1]) is None:
-                self.release()  # before anything is built again, so that no two caches fill the memory
+                self.release()  # before anything is built again, so that no two caches fill it
                 if self.tried == 1:
                     raise out_of_memory_error(width)
                 self.slots = self.tried // 2
         # Not in inference mode: its tensors may take part in training.
-        batch = new_batch(
-            prompt_ids,
-            engine.tokens[:count],
-            engine.logprobs[:count],
-            engine.response_len[:count],
-            engine.finished[:count],
-        )
+        tokens = engine.tokens[:count]
+        logprobs = engine.logprobs[:count]
+        response_len = engine.response_len[:count]
+        if any(first):
+            begun = send(torch.tensor(first), tokens.device)
+            columns = begun[:, None] + torch.arange(max_gen_len, device=tokens.device)
+            columns.clamp_(max=tokens.shape[1] - 1)
+            tokens = tokens.gather(1, columns)
+            logprobs = logprobs.gather(1, columns)
+            response_len = response_len - begun
+        batch = new_batch(prompt_ids, tokens, logprobs, response_len, engine.finished[:count])
         if not batch.sampler_logprobs.isfinite().all():
             raise InputError(
                 f"in {str(self.copy.model.dtype)[6:]} the policy gives numbers that are NaN or infinite; "
@@ -188,9 +195,12 @@ class Engine:
         self.response_len = zeros(rows)
         self.finished = zeros(rows, dtype=torch.bool)
 
-    def start(self, prompt_ids: list[list[int]], noise: Tensor, temperature: float) -> None:
+    def start(
+        self, prompt_ids: list[list[int]], noise: Tensor, temperature: float, first_places: list[int]
+    ) -> None:
         """Begin a call: all prompts wait, the longest first, so that similar ones are prefilled together.
-        noise [B, longest response] fp64: of ``uniform``, or ``GREEDY``."""
+        noise [B, longest response] fp64: of ``uniform``, or ``GREEDY``; first_places: as in ``sample``."""
+        self.first_places = first_places
         self.prompts = [tuple(prompt) for prompt in prompt_ids]
         self.temperature = temperature
         self.limit = noise.shape[1]
@@ -236,13 +246,15 @@ class Engine:
         states = self._hidden_states(tokens, positions, None)
         first = [(i, rows[0]) for i, rows in enumerate(groups)]
         again = [(i, row) for i, rows in enumerate(groups) for row in rows[1:]]
-        place, row = send(torch.tensor([*first, *again]).T, self.device)
+        new_rows = [(i, row, self.first_places[row]) for i, row in (*first, *again)]
+        place, row, begun = send(torch.tensor(new_rows).T, self.device)
         new = slice(self.live, self.live + len(row))
         if again:
             self.cache.move(self.live + place, new, tokens.shape[1])
         last = lengths[place] - 1
         self.state[:, new] = 0
         self.row[new] = row
+        self.count[new] = begun
         self.position[new] = last
         self._sample_and_store(new, states[place, last])
         self.live = new.stop

@@ -25,7 +25,8 @@ FIELDS = (
     "sampler_logprobs",
     "ref_logprobs",
     "scores",
-    "step_rewards",  # where there is a reward function
+    "step_rewards",  # where there is a reward function or a text game
+    "is_action",  # of several turns
 )
 
 

@@ -14,23 +14,17 @@ import copy
 import inspect
 import math
 import operator
-import os
 import re
 import signal
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, chdir, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import Parameter
-from modulefinder import ModuleFinder
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from dataset.formats import keys_found, whole_answer
 from dataset.lm_dataset import Prompt, RecordDataset, RLAIFDataset
@@ -38,6 +32,7 @@ from errors import InputError
 from model.weights import short_hash
 from trainer.compute.batch import Steps
 from trainer.rewards.reward_models import parse_spec
+from trainer.user_code import Modules, code_of, contained, load_named, mistake, shown
 
 RewardFunction = Callable[..., object]  # the user's: what it returns is checked
 RewardFunctions = dict[str, tuple[RewardFunction, float]]  # {name of the part: (function, weight)}
@@ -100,17 +95,13 @@ def named_functions(specs: list[str]) -> dict[str, tuple[str, str, float]]:
     return named
 
 
-def load_reward_functions(specs: list[str]) -> RewardFunctions:
-    """--reward_fn -> the functions with their weights. Raises InputError if one does not exist, if importing
-    its file fails, or as ``signature_of``."""
-    modules: dict[str, ModuleType] = {}  # a file is imported once
+def load_reward_functions(specs: list[str], modules: Modules | None = None) -> RewardFunctions:
+    """--reward_fn -> the functions with their weights. modules: files that other flags have imported; these
+    are added. Raises InputError as ``load_named``, or as ``signature_of``."""
+    modules = {} if modules is None else modules
     functions = {}
     for part, (path, name, weight) in named_functions(specs).items():
-        if path not in modules:
-            modules[path] = import_file(path, name)
-        function: Any = getattr(modules[path], name, None)
-        if not callable(function):
-            raise InputError(f"--reward_fn {path}: has no function {name!r}")
+        function: Any = load_named(path, name, "--reward_fn", modules)
         if not isinstance(function, Hashable):  # an object such as a dataclass, whose method has a hash
             function = function.__call__
         with named_in_errors(part):
@@ -134,61 +125,14 @@ def named_in_errors(part: str) -> AbstractContextManager[None]:
     return errors_renamed("^--reward_fn", f"--reward_fn {part.partition('_')[2]}".rstrip())
 
 
-def import_file(path: str, name: str) -> ModuleType:
-    """The module of a file that has a function of this name. Raises InputError."""
-    if not Path(path).is_file():
-        spec = f"{path}:{name}" if path else name
-        raise InputError(
-            f"--reward_fn {spec}: no such file, or no function named; write it as path.py:function"
-        )
-    # The prefix keeps a file called json.py from replacing Python's own module json.
-    module = ModuleType(f"reward_fn_{Path(path).stem}")
-    module.__file__ = os.path.abspath(path)  # the function may change the working directory
-    sys.modules[module.__name__] = module  # dataclasses look up their module there
-    folder = os.path.dirname(module.__file__)
-    if folder not in sys.path:  # files beside it can be imported, as when it is run as a script
-        sys.path.append(folder)  # behind all that has such a name already
-    try:
-        with contained():
-            exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
-    except (Exception, SystemExit) as error:
-        raise InputError(f"--reward_fn {path}: importing it failed: {repr(error)[:200]}") from error
-    return module
-
-
 def code_hash(specs: list[str]) -> str:
     """--reward_fn -> the hash of the code, with that of files beside it that it imports, and of weights other
     than 1; "" for none."""
     code: list[str | float] = []
     for path, name, weight in named_functions(specs).values():
-        finder = ModuleFinder([os.path.dirname(os.path.abspath(path))])  # other modules are not found
-        finder.run_script(path)
-        files = {str(module.__file__ or path) for module in finder.modules.values()} - {path}  # type: ignore[attr-defined]
-        code += [name, *(Path(file).read_bytes().hex() for file in (path, *sorted(files)))]
+        code += code_of(path, name)
         code += [weight] if weight != 1 else []
     return short_hash(code) if code else ""
-
-
-@contextmanager
-def contained() -> Iterator[None]:
-    """In this block the user's code runs. What it sets for the whole process is set back."""
-    dtype = torch.get_default_dtype()
-    device = torch.get_default_device()
-    threads = torch.get_num_threads()
-    streams = sys.stdout, sys.stderr
-    try:
-        with torch.set_grad_enabled(True), chdir(os.getcwd()):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(None)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        sys.stdout, sys.stderr = streams
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            if getattr(sys, name).closed:
-                setattr(sys, name, open(number, "w", errors="replace", closefd=False))  # noqa: SIM115
 
 
 # ---------------------------------------------------------------- what it takes
@@ -420,13 +364,7 @@ def call_reward_function(function: RewardFunction, request: Request, seconds: fl
     except InputError:
         raise
     except BaseException as error:  # the user's code may raise anything
-        frames = traceback.extract_tb(error.__traceback__)
-        own = (__file__, os.path.dirname(asyncio.__file__))
-        places = [f" at {f.filename}:{f.lineno}" for f in frames if not f.filename.startswith(own)]
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise InputError(
-            f"--reward_fn: {reason}{places[0] if places else ' when it was called'}; correct the function"
-        ) from error
+        raise mistake("--reward_fn", error, __file__) from error
     return scores, steps
 
 
@@ -472,7 +410,7 @@ def as_scores(returned: Any, responses: list[str], nan_is_none: bool) -> Returne
     items = [*items]
     if len(items) != len(responses):
         raise InputError(
-            f"--reward_fn: returned {len(items)} scores for {len(responses)} responses: {_shown(returned)}; "
+            f"--reward_fn: returned {len(items)} scores for {len(responses)} responses: {shown(returned)}; "
             "return a list of one number for each response"
         )
     scores: list[float | None] = []
@@ -488,7 +426,7 @@ def as_scores(returned: Any, responses: list[str], nan_is_none: bool) -> Returne
                 pairs.append((place, float(points)))
         except (TypeError, ValueError, OverflowError):
             raise InputError(
-                f"--reward_fn: score {number} is {_shown(score)}; it must be a number, or a list of pairs "
+                f"--reward_fn: score {number} is {shown(score)}; it must be a number, or a list of pairs "
                 f"(character offset, score) with offsets from 0 to {len(response)}, or None for the end"
             ) from None
         total = sum(points for _, points in pairs)
@@ -496,10 +434,6 @@ def as_scores(returned: Any, responses: list[str], nan_is_none: bool) -> Returne
         scores.append(None if nothing else total)
         steps.append(pairs if by_step else [])
     return scores, steps
-
-
-def _shown(value: object) -> str:
-    return f"{' '.join(repr(value).split())[:60]} ({type(value).__name__})"
 
 
 # ---------------------------------------------------------------- how long it may take

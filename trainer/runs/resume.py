@@ -27,7 +27,9 @@ from trainer.compute.kernels import kernels_of
 from trainer.runs import checkpoints
 from trainer.runs.base import ROOT, Run, quoted
 
-REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other places, but not come or go
+# They may name other places, but not come or go:
+REWARDS = ("reward_model", "reward_fn", "reward_url", "env", "tools")
+CODE = ("reward_fn", "env", "tools")  # the user's: it may change, as a mistake in it may have stopped the run
 Config = dict[str, Any]  # what config.json has
 # Flags that data, models or first answers choose where they are not given: None until then
 CHOSEN = ("critic_warmup_steps", "reasoning", "learning_rate", "critic_learning_rate", "missing_eos_penalty")
@@ -253,9 +255,9 @@ def check_same_run(old: Config, new: Config, flags: dict[str, Any]) -> list[str]
     for key, now in new["fingerprints"].items():
         name, _, field = key.partition(" ")  # a field is compared if the function asked for it before, too
         was = old["fingerprints"].get(key, now if field else None)
-        if was != now and key == "reward_fn":  # allowed: a mistake in it may have stopped the run
-            code = " ".join(new[name])
-            notes.append(f"note: the code of --reward_fn {code} has changed since the run began")
+        if was != now and key in CODE:
+            code = new[name] if isinstance(new[name], str) else " ".join(new[name])
+            notes.append(f"note: the code of --{name} {code} has changed since the run began")
         elif was != now:
             raise InputError(
                 f"--{name} {new[name]} does not hold what the run began with "

@@ -1,0 +1,359 @@
+"""Conversations: responses of several turns, which an environment or tools answer (--env, --tools).
+
+    talks = turns.begin(prompts, keys)                     # reset
+    while any(not talk.over for talk in talks):
+        turns.reply(those, sampled)                        # calls or steps, and what the policy reads of them
+    batch = turns.as_batch(talks, device)                  # get_reward
+
+One budget, ``--max_gen_len``, is for turns and observations together. A response is over
+
+- finished: where a turn calls no tool, the game is done, or ``--max_turns`` is reached. The calls of a last
+  turn are run, so that ``get_reward`` sees them, but not answered;
+- cut: where a turn does not end in the budget, an observation leaves no room for a turn behind it (it is left
+  out), or the environment takes longer than ``--reward_timeout`` (``hung``; its score is None then).
+
+A tool's exception is its result. That of ``reset``, ``step`` or ``get_reward`` ends the run.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from dataset.chat_template import Ids, Thinking, encode, prompt_text, unmark
+from dataset.formats import AnyPrompt, Messages, TurnText, is_transcript, to_messages
+from dataset.lm_dataset import Prompt
+from errors import InputError
+from trainer.compute.batch import Batch, Dialogue, new_batch
+from trainer.compute.batching import Device, pad_right, send
+from trainer.environments.environment import Environments, Episode
+from trainer.environments.observations import Observer
+from trainer.environments.running import Hung, run_all
+from trainer.environments.tool_calls import BadCall, Call, error_result, read_turn
+from trainer.generation.stops import Endings, decode, response_text
+
+SEED_BITS = 31  # of the seed that reset gets: numpy takes 32, and some games take no more
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OpenedPrompt(Prompt):
+    """A prompt with what ``reset`` adds to it, or with the tools of the flags. ``original``: as the dataset
+    has it. A prompt that is sampled again is opened again from there."""
+
+    original: Prompt
+
+
+class Result(NamedTuple):
+    """What a call of a tool came to."""
+
+    message: dict[str, str]
+    failed: bool
+
+
+@dataclass
+class Conversation:
+    """A response that grows turn by turn. Lists over its tokens: ``ids``, ``is_action``, ``logprobs``."""
+
+    prompt: Prompt  # as reset has opened it
+    episode: Episode
+    hung: bool = False
+    ids: Ids = field(default_factory=list)  # turns and the observations between them
+    is_action: list[bool] = field(default_factory=list)  # False on observations
+    logprobs: list[float] = field(default_factory=list)  # the sampler's, 0 on observations
+    messages: Messages = field(default_factory=list)
+    text: str = ""  # of the last turn
+    turn_ends: list[int] = field(default_factory=list)  # the place of the last token of each turn
+    turn_rewards: list[float] = field(default_factory=list)  # of a text game
+    calls: int = 0
+    failed_calls: int = 0
+    over: bool = False
+    finished: bool = False
+
+    @property
+    def context(self) -> Ids:
+        """The ids behind which the next turn is sampled."""
+        return self.prompt.prompt_ids + self.ids
+
+    def add_turn(self, ids: Ids, logprobs: list[float]) -> None:
+        """Put sampled tokens behind it."""
+        self.ids += ids
+        self.is_action += [True] * len(ids)
+        self.logprobs += logprobs
+        self.turn_ends.append(len(self.ids) - 1)
+
+    def add_observation(self, ids: Ids) -> None:
+        """Put tokens behind it that were not sampled."""
+        self.ids += ids
+        self.is_action += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+
+    def end(self, finished: bool) -> None:
+        """No more turns. finished: it was not cut."""
+        self.over = True
+        self.finished = finished
+
+
+@dataclass
+class MultiTurn:
+    """Responses of several turns: the part of a rollout beside the sampler."""
+
+    environments: Environments
+    tokenizer: PreTrainedTokenizerBase
+    endings: Endings
+    thinking: Thinking | None  # of the dataset
+    args: Namespace  # max_seq_len, max_gen_len, max_turns, reward_timeout
+
+    @cached_property
+    def observer(self) -> Observer:
+        """What makes tokens of observations."""
+        role = "user" if self.environments.is_text_game else "tool"
+        return Observer(self.tokenizer, self.endings, role)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise InputError where the chat template cannot go on behind a turn (``Observer.check``)."""
+        self.observer.check(prompt.prompt, self._tools(prompt), **self._switches(prompt))
+
+    def _tools(self, prompt):
+        return prompt.tools or self.environments.schemas
+
+    def _switches(self, prompt):
+        return self.thinking(prompt.index) if self.thinking else {}
+
+    # ------------------------------------------------------------ the beginning
+
+    def begin(self, prompts: Sequence[Prompt], keys: Tensor) -> list[Conversation]:
+        """Prompts -> conversations without a turn, reset. keys [B]: of ``noise_keys``; they seed ``reset``.
+        Raises InputError if reset raises an exception, or the prompt gets longer than --max_seq_len."""
+        originals = [p.original if isinstance(p, OpenedPrompt) else p for p in prompts]
+        seeds = [key % 2**SEED_BITS for key in keys.tolist()]
+        episodes = [self.environments.begin(p.record, seed) for p, seed in zip(originals, seeds, strict=True)]
+        texts = self._run(episodes, [episode.reset for episode in episodes])
+        talks = []
+        for prompt, episode, text in zip(originals, episodes, texts, strict=True):
+            if isinstance(text, Hung):
+                talks.append(Conversation(self._opened(prompt, ""), episode, hung=True))
+            elif isinstance(text, Exception):
+                raise ended_by(text, prompt)
+            else:
+                talks.append(Conversation(self._opened(prompt, text or ""), episode))
+        return talks
+
+    def _run(self, episodes: list[Episode], jobs: list[Callable[[], T]]) -> list[T | Exception]:
+        workers = [episode.worker for episode in episodes]
+        return run_all(jobs, self.args.reward_timeout, workers)
+
+    def _opened(self, prompt: Prompt, text: str) -> Prompt:
+        """The prompt with ``text`` at the end of its last user turn, and with tools."""
+        tools = self._tools(prompt)
+        if not text and list(tools) == list(prompt.tools):
+            return prompt
+        asked = with_added(prompt.prompt, text)
+        written = prompt_text(self.tokenizer, asked, tools, **self._switches(prompt))
+        (ids,) = encode(self.tokenizer, [written])
+        if len(ids) > self.args.max_seq_len:
+            raise InputError(
+                f"--max_seq_len {self.args.max_seq_len}: the prompt of record {prompt.index + 1} has "
+                f"{len(ids)} tokens with its tools and what reset adds; raise it, or shorten them"
+            )
+        return OpenedPrompt(
+            index=prompt.index,
+            prompt=asked,
+            answer=prompt.answer,
+            prompt_ids=ids,
+            record=prompt.record,
+            text=unmark(written),
+            tools=tools,
+            original=prompt,
+        )
+
+    # ------------------------------------------------------------ turn by turn
+
+    def reply(self, talks: Sequence[Conversation], turns: Batch) -> None:
+        """Put the next turn of each conversation behind it, and what its environment answers. turns: B rows,
+        as sampled behind ``Conversation.context``. Raises InputError if step raises an exception."""
+        rows = zip(
+            talks, turns.responses(), turns.finished.tolist(), turns.sampler_logprobs.tolist(), strict=True
+        )
+        waiting: list[Conversation] = []
+        jobs: list[Callable[[], Any]] = []
+        for talk, ids, ended, logprobs in rows:
+            talk.add_turn(ids, logprobs[: len(ids)])
+            talk.text = response_text(ids, ended, self.tokenizer, self.endings.stops)
+            if not ended or talk.hung:
+                talk.messages.append(assistant(talk.text))
+                talk.end(finished=False)
+            elif job := self._job(talk, ids):
+                waiting.append(talk)
+                jobs.append(job)
+            else:
+                talk.end(finished=True)
+        results = self._run([talk.episode for talk in waiting], jobs)
+        for talk, result in zip(waiting, results, strict=True):
+            self._take(talk, result)
+
+    def _job(self, talk, ids):
+        """What the environment is to do with a turn that has ended, None for nothing. The turn becomes a
+        message."""
+        if self.environments.is_text_game:
+            talk.messages.append(assistant(talk.text))
+            return partial(talk.episode.step, talk.text)
+        tools = self._tools(talk.prompt)
+        # With a stop string, which may be the end of a call.
+        said = decode(self.tokenizer, ids[:-1] if ids[-1] in self.endings.eos else ids)
+        before = decode(self.tokenizer, talk.context[: -len(ids)])
+        turn = read_turn(self.tokenizer, said, before, tools)
+        if not turn.calls:
+            talk.messages.append(assistant(talk.text))
+            return None
+        good = [call for call in turn.calls if isinstance(call, Call)]
+        talk.messages.append(assistant(turn.content, turn.thought, good))
+        talk.calls += len(turn.calls)
+        return partial(run_calls, talk.episode, turn.calls)
+
+    def _take(self, talk, result):
+        """Put what the environment has answered behind a turn."""
+        if isinstance(result, Hung):
+            talk.hung = True
+            talk.end(finished=False)
+            return
+        if isinstance(result, Exception):
+            raise ended_by(result, talk.prompt)
+        if self.environments.is_text_game:
+            text, reward, done = result
+            talk.turn_rewards.append(reward)
+            observations = [self.observer.observation(text)]
+        else:
+            done = False
+            talk.failed_calls += sum(call.failed for call in result)
+            observations = [call.message for call in result]
+        if done or len(talk.turn_ends) == self.args.max_turns:
+            talk.end(finished=True)
+            return
+        tools = self._tools(talk.prompt)
+        ids = self.observer.ids(talk.ids[-1], observations, tools, **self._switches(talk.prompt))
+        if len(talk.ids) + len(ids) >= self.args.max_gen_len:  # no token would be left for the next turn
+            talk.end(finished=False)
+            return
+        talk.add_observation(ids)
+        talk.messages += observations
+
+    # ------------------------------------------------------------ the end
+
+    def scores(self, talks: Sequence[Conversation]) -> list[float | None]:
+        """The environment's score of each response, None where it says nothing: ``get_reward``, or the sum of
+        a text game's rewards. Raises InputError if get_reward raises an exception."""
+        if self.environments.is_text_game:
+            return [None if talk.hung else sum(talk.turn_rewards) for talk in talks]
+        asked = [talk for talk in talks if self.environments.has_reward and not talk.hung]
+        episodes = [talk.episode for talk in asked]
+        rewards = self._run(episodes, [episode.get_reward for episode in episodes])
+        scores = {}
+        for talk, reward in zip(asked, rewards, strict=True):
+            if isinstance(reward, Hung):
+                talk.hung = True
+                talk.end(finished=False)
+            elif isinstance(reward, Exception):
+                raise ended_by(reward, talk.prompt)
+            else:
+                scores[id(talk)] = reward
+        return [scores.get(id(talk)) for talk in talks]
+
+    def as_batch(self, talks: Sequence[Conversation], device: Device) -> Batch:
+        """Conversations that are over -> a ``Batch`` with the fields of ``sample``, scored by their
+        environments."""
+        scores = self.scores(talks)
+        tokens, lengths = pad_right([talk.ids for talk in talks], device)
+        batch = new_batch(
+            [talk.prompt.prompt_ids for talk in talks],
+            tokens,
+            padded([talk.logprobs for talk in talks], torch.float32, device),
+            lengths,
+            send(torch.tensor([talk.finished for talk in talks]), device),
+        )
+        batch.is_action = padded([talk.is_action for talk in talks], torch.bool, device)
+        if self.environments.is_text_game:
+            batch.turn_rewards = padded([rewards_by_token(talk) for talk in talks], torch.float32, device)
+        batch.prompts = [talk.prompt for talk in talks]
+        batch.texts = [talk.text for talk in talks]
+        batch.dialogues = [
+            Dialogue(
+                messages=talk.messages,
+                environment=talk.episode.environment,
+                score=score,
+                turns=len(talk.turn_ends),
+                calls=talk.calls,
+                failed_calls=talk.failed_calls,
+                observation_tokens=talk.is_action.count(False),
+                hung=talk.hung,
+            )
+            for talk, score in zip(talks, scores, strict=True)
+        ]
+        return batch
+
+
+def with_added(prompt: AnyPrompt, text: str) -> AnyPrompt:
+    """The prompt with a text at the end of its last user turn, or with a user turn of this text if it has
+    none."""
+    if isinstance(prompt, str) and not is_transcript(prompt):
+        return prompt + text
+    messages = [*to_messages(prompt)]
+    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if not places:
+        return [*messages, {"role": "user", "content": text}]
+    last = messages[places[-1]]
+    messages[places[-1]] = {**last, "content": str(last["content"]) + text}
+    return messages
+
+
+def assistant(content: str, thought: str = "", calls: Sequence[Call] = ()) -> dict[str, str]:
+    """A turn of the policy's as a message."""
+    called = [
+        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+    ]
+    return {"role": "assistant", "content": TurnText(content, thought, called)}
+
+
+def run_calls(episode: Episode, calls: Sequence[Call | BadCall]) -> list[Result]:
+    """Run the calls of a turn, one after the other -> what each came to."""
+    results = []
+    for call in calls:
+        message = {"role": "tool", "content": ""}
+        error: BadCall | BaseException | None = None
+        if isinstance(call, BadCall):
+            error = call
+        else:
+            message["name"] = call.name
+            try:
+                message["content"] = episode.call(call.name, call.arguments)
+            except Exception as raised:
+                error = raised
+        if error:
+            message["content"] = error_result(error)
+        results.append(Result(message, bool(error)))
+    return results
+
+
+def ended_by(error: Exception, prompt: Prompt) -> InputError:
+    """-> the error that ends a run where reset, step or get_reward has raised one."""
+    return InputError(f"record {prompt.index + 1}: {error}")
+
+
+def rewards_by_token(talk: Conversation) -> list[float]:
+    """A text game's rewards, one for each id: that of a turn on its last token. A turn that the game has not
+    answered has none."""
+    rewards = [0.0] * len(talk.ids)
+    for place, reward in zip(talk.turn_ends, talk.turn_rewards, strict=False):
+        rewards[place] = reward
+    return rewards
+
+
+def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: Device) -> Tensor:
+    """Lists of numbers -> [B, columns], padded with 0."""
+    return send(pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True), device)

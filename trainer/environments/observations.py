@@ -1,0 +1,109 @@
+"""Observations as tokens: what the chat template writes between two turns of a response.
+
+Sampled tokens are kept and never rendered again. The template renders a conversation in which ``TURN`` stands
+for the sampled turn. What comes behind ``TURN`` is tokenised alone: the marks that end the turn, the results
+of its calls or the user's next turn, the header of the next turn.
+
+The policy has sampled the end of its turn itself, so the template's own is left out. After a stop string the
+template's end is a part of the observation. Templates such as Qwen3's leave old thoughts out once the user
+speaks again. Their tokens are kept here: the policy goes on reading what it thought.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dataset.chat_template import (
+    MARK,
+    TEMPLATE_THOUGHT,
+    Ids,
+    Marked,
+    encode,
+    is_read,
+    render,
+)
+from dataset.formats import AnyPrompt, Messages, Tools, to_messages, whole_answer
+from errors import InputError, as_input_error
+from trainer.generation.stops import Endings
+
+TURN = 2 * MARK  # in the place of a sampled turn
+QUESTION = to_messages("question")  # in the place of what stands before it
+BEHIND = "."  # a context for ``encode``: a text begins behind another one
+OTHER = "give another --prompt_template"
+
+
+def behind_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: AnyPrompt,
+    observations: Messages,
+    tools: Tools,
+    **switches: Any,
+) -> Marked:
+    """What the chat template writes behind a turn that answers ``prompt``: what ends it, the observations,
+    the beginning of the next turn. switches: of the template, as for thinking. Raises InputError for a
+    template that does not keep what stands before, or that refuses such a conversation."""
+    messages = to_messages(whole_answer(to_messages(prompt), "")[0])
+    turns = [*messages, {"role": "assistant", "content": TURN}, *observations]
+    # A thought that the template opens for a new turn may be missing in a turn of the past.
+    before = TEMPLATE_THOUGHT.sub("", render(tokenizer, messages, generate=True, tools=tools, **switches))
+    whole = render(tokenizer, turns, generate=True, tools=tools, **switches)
+    if whole.startswith(before):
+        _, found, text = whole[len(before) :].partition(TURN)
+        if found:
+            return text
+    raise InputError(f"the chat template rewrites what stands before, once more turns follow; {OTHER}")
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Observations -> the ids between two turns."""
+
+    tokenizer: PreTrainedTokenizerBase
+    endings: Endings
+    role: str  # of an observation: "tool", or "user" in a text game
+
+    @cached_property
+    def end_len(self) -> int:
+        """The number of tokens with which the template ends a turn, up to an EOS. 0: it ends turns without
+        one."""
+        text = behind_turn(self.tokenizer, QUESTION, [self.observation(TURN)], ())
+        (ids,) = encode(self.tokenizer, [text.partition(TURN)[0]], BEHIND)
+        return next((place + 1 for place, i in enumerate(ids) if i in self.endings.eos), 0)
+
+    def observation(self, text: str) -> dict[str, str]:
+        """The message of an observation."""
+        return {"role": self.role, "content": text}
+
+    def check(self, prompt: AnyPrompt, tools: Tools, **switches: Any) -> None:
+        """Raise InputError if conversations that begin with this prompt cannot go on over several turns with
+        this chat template. tools: of the prompt; switches: as in ``behind_turn``."""
+        flag = "--env" if self.role == "user" else "--tools, --env"
+        if self.tokenizer.chat_template is None:
+            raise InputError(f"{flag}: the tokenizer has no chat template; add --prompt_template")
+        if self.role == "tool" and not is_read(self.tokenizer, "tools"):
+            raise InputError(f"{flag}: the chat template does not show tools to the policy; {OTHER}")
+        with as_input_error(f"{flag}: a response cannot go on over several turns"):
+            once = [self.observation("0")]
+            again = [*QUESTION, {"role": "assistant", "content": "1"}, *once]
+            texts = {
+                behind_turn(self.tokenizer, before, once, tools, **switches)
+                for before in (prompt, QUESTION, again)
+            }
+            if len(texts) > 1:
+                raise InputError(f"the chat template writes equal turns in different ways; {OTHER}")
+            if not (self.end_len or self.endings.stops):
+                raise InputError(
+                    f"the chat template ends turns with none of the policy's ends {self._ends()}; name what "
+                    "ends them with --stop"
+                )
+
+    def _ends(self):
+        return " ".join(self.tokenizer.convert_ids_to_tokens(self.endings.eos))
+
+    def ids(self, last: int, observations: Messages, tools: Tools, **switches: Any) -> Ids:
+        """The ids behind a turn that has ended. last: its last id; the others: as in ``behind_turn``."""
+        text = behind_turn(self.tokenizer, QUESTION, observations, tools, **switches)
+        (ids,) = encode(self.tokenizer, [text], BEHIND)
+        return ids[self.end_len :] if last in self.endings.eos else ids
