@@ -65,6 +65,21 @@ TEMPLATE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|> ' -}}{%- endif -%}
 """
+# How TRL reads the calls in a turn: in the form of transformers' ``parse_response``.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|> ",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<|end|>", "content": "text"},
+    },
+}
 POINTS = 10  # evaluations of a run, besides the one at its start
 SEEDS = (0, 1, 2)
 # In both kinds of game: what all trainers get.
@@ -301,13 +316,12 @@ def run_trl(request: dict[str, Any], out: Path) -> list[dict[str, float]]:
     from datasets import Dataset
     from guess import GuessTool
     from trl import GRPOConfig, GRPOTrainer
-    from trl.chat_template_utils import qwen3_schema
 
     flags = flags_of(request, out)
     curve = Curve()
     tokenizer = AutoTokenizer.from_pretrained(flags["model"])
     judge = PolicyValue(tokenizer, as_tool=True)
-    tokenizer.response_schema = json.loads(json.dumps(qwen3_schema).replace("im_end", "end"))
+    tokenizer.response_template = RESPONSE_TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(flags["model"], dtype=torch.float32)
     records = [json.loads(line) for line in read(flags["data_path"]).splitlines()]
     data = [{**record, "prompt": [{"role": "user", "content": record["prompt"]}]} for record in records]
