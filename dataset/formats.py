@@ -395,6 +395,16 @@ def calls_in(value: Any) -> Tools:
     return calls
 
 
+def plain_messages(messages: Messages) -> list[Record]:
+    """Messages as OpenAI has them, which JSON can hold: calls of tools stand beside the content."""
+    plain = []
+    for message in messages:
+        turn = TurnText.of(message["content"])
+        calls = {"tool_calls": [*turn.calls]} if turn.calls else {}
+        plain.append({**message, "content": str(TurnText(turn.content, turn.thought)), **calls})
+    return plain
+
+
 def tools_of(record: Record) -> Tools:
     """The tools of a record: its own, or those in one of its turns. Raises InputError."""
     conversations = map(_turns_of, (_question(record), _first(record, ANSWERS), record.get("chosen")))

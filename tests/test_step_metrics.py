@@ -1,14 +1,20 @@
 """What is logged of the responses of a batch as texts, against numbers worked out by hand."""
 
+import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import assistant, dialogue
 
+from dataset.formats import TurnText
+from trainer.compute.batch import Batch
+from trainer.rewards.combine import Reward
 from trainer.rewards.rules import repetition
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.step_metrics import add_scores, metrics_over_processes
+from trainer.step_metrics import add_scores, add_turns, answer_rows, metrics_over_processes, step_metrics
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -77,3 +83,94 @@ def test_responses_are_the_same_where_all_their_tokens_are():
     responses = [[5, 6], [5, 6], [5, 6, 6], [6, 5], [5, 6], [5, 6, 6]]
     assert metrics_over_processes(responses, torch.zeros(6), ALONE)["rollout/distinct"] == 3 / 6
     assert metrics_over_processes([[5], [6]], torch.zeros(2), ALONE)["rollout/distinct"] == 1
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TALKS = [  # a call that fails, and one that does not; no call; one that hangs
+    dialogue(
+        assistant(TurnText("so", calls=[CALL, CALL])),
+        {"role": "tool", "content": "no"},
+        {"role": "tool", "content": "1"},
+        "b",
+        turns=2,
+        calls=2,
+        failed_calls=1,
+        observation_tokens=3,
+    ),
+    dialogue("b"),
+    dialogue(assistant(TurnText("", calls=[CALL])), calls=1, hung=True),
+]
+
+
+def batch_of_turns(dialogues=TALKS):
+    """Tokens 5 are observations. Of the first two what was sampled is the same."""
+    rows = [[1, 6, 7, 5, 5, 5, 7, 0], [1, 6, 7, 7, 0, 0, 0, 0], [1, 6, 6, 6, 6, 0, 0, 0]]
+    tokens = torch.tensor(rows)
+    return Batch(
+        tokens=tokens,
+        prompt_len=torch.ones(3, dtype=torch.long),
+        response_len=torch.tensor([6, 3, 4]),
+        finished=torch.tensor([True, True, False]),
+        sampler_logprobs=torch.zeros(3, 7),
+        prompts=[SimpleNamespace(prompt="p")] * 3,
+        texts=["b", "b", ""],
+        is_action=(tokens != 5)[:, 1:] & (torch.arange(7) < torch.tensor([[6], [3], [4]])),
+        dialogues=dialogues,
+        parts={
+            "environment": torch.tensor([2.0, math.nan, 1.0]),
+            "score": torch.tensor([2.0, math.nan, 1.0]),
+        },
+    )
+
+
+def test_of_several_turns_what_is_counted_and_only_sampled_tokens():
+    """The share of failed calls is of the calls of all responses."""
+    args = SimpleNamespace(filter_groups=0, num_generations=1, batch_size=3)
+    seconds = {"rollout": 1.0}
+    found = step_metrics(args, batch_of_turns(), Reward(environment=True), Metrics(), seconds, ALONE)
+    assert found["rollout/turns"] == pytest.approx(4 / 3)
+    assert found["rollout/calls"] == 1.0
+    assert found["rollout/failed_calls"] == pytest.approx(1 / 3)
+    assert found["rollout/observation_tokens"] == 1.0
+    assert found["rollout/hung"] == pytest.approx(1 / 3)
+    assert found["rollout/length"] == pytest.approx((3 + 3 + 4) / 3)
+    assert found["rollout/repetition"] == pytest.approx((0 + 0 + 1 / 2) / 3)  # 5 5 5 is none
+    assert found["rollout/distinct"] == pytest.approx(2 / 3)
+    assert found["rollout/score_length_corr"] == pytest.approx(-1)
+    assert found["reward/environment"] == 1.5
+    silent = [dialogue("b")] * 3
+    assert math.isnan(
+        step_metrics(args, batch_of_turns(silent), Reward(), Metrics(), seconds, ALONE)[
+            "rollout/failed_calls"
+        ]
+    )
+    game = batch_of_turns()
+    game.turn_rewards = torch.zeros(3, 7)
+    found = step_metrics(args, game, Reward(), Metrics(), seconds, ALONE)
+    assert found["rollout/turns"] == pytest.approx(4 / 3)
+    assert not {"rollout/calls", "rollout/failed_calls"} & found.keys()
+    plain = step_metrics(args, batch_of_turns([]), Reward(), Metrics(), seconds, ALONE)
+    assert not [name for name in plain if name.endswith(("turns", "calls", "hung", "tokens"))]
+
+
+def test_counts_of_turns_are_exact_over_processes():
+    """One process has two responses, the other one; the share of failed calls is of all calls."""
+    one, other = Metrics(), Metrics()
+    batch = batch_of_turns()
+    add_turns(one, "eval/{}_greedy", batch.rows([0, 1]))
+    add_turns(other, "eval/{}_greedy", batch.rows([2]))
+    one.merge(other)
+    found = one.means(ALONE)
+    assert found["eval/failed_calls_greedy"] == pytest.approx(1 / 3)
+    assert found["eval/turns_greedy"] == pytest.approx(4 / 3)
+
+
+def test_a_kept_response_in_several_turns_has_all_of_them():
+    rows = answer_rows(batch_of_turns())
+    first = [assistant("so", tool_calls=[CALL, CALL])]
+    first += [{"role": "tool", "content": "no"}, {"role": "tool", "content": "1"}, assistant("b")]
+    assert [row["messages"] for row in rows] == [first, [assistant("b")], [assistant("", tool_calls=[CALL])]]
+    assert [row["response"] for row in rows] == ["b", "b", ""]
+    assert [row["length"] for row in rows] == [3, 3, 4]
+    assert json.loads(json.dumps(rows)) == rows
+    assert "messages" not in answer_rows(batch_of_turns([]))[0]

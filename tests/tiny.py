@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dataset.lm_dataset import Prompt
 from errors import InputError
+from trainer.compute.batch import Dialogue
 from trainer.rewards.reward_function import Request
 from trainer.runs.health import Health
 
@@ -87,6 +88,12 @@ def request_of(prompts, responses, answers=None, finished=None, records=None, le
         for index, (prompt, answer, record, text) in enumerate(zip(*rows, strict=True))
     ]
     return Request(found, responses, finished or [True] * count, lengths or [1] * count)
+
+
+def dialogue(*messages, environment=None, score=None, **counts):
+    """A ``Dialogue`` of these messages; an assistant's turn may be given as its text."""
+    turns = [assistant(turn) if isinstance(turn, str) else turn for turn in messages]
+    return Dialogue(turns, environment, score, **counts)
 
 
 def user(text):

@@ -29,7 +29,7 @@ from trainer.rollout import RolloutEngine
 from trainer.runs.displays import Row, StepLog
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.step_metrics import add_scores, answer_rows
+from trainer.step_metrics import add_scores, add_turns, answer_rows
 
 PAIRS = 128  # held-out pairs that are scored together
 EVAL_STEP = -1  # evaluation's step in the sampling noise: no training step has this number
@@ -100,13 +100,14 @@ class Evaluation:
                             solved = [any(right[i : i + count]) for i in range(0, len(right), count)]
                             metrics.add(f"eval/pass@{count}", sum(solved), len(solved))
                     parts = batch.parts
-                    measured = parts | {"length": batch.response_len, "finished": batch.finished}
+                    measured = parts | {"length": batch.lengths, "finished": batch.finished}
                     if "format" in parts:
                         measured["format_rate"] = parts["format"] > 0
                     if "judge" in parts and not kind:
                         measured["judge_mean_square"] = parts["judge"].double().square()
                     for name, x in measured.items():
                         add_scores(metrics, f"eval/{name}{kind}", x)
+                    add_turns(metrics, "eval/{}" + kind, batch)
                     bar.update(len(batch.prompts))
         shown = {place: row for theirs in self.world.gather(mine) for place, row in theirs.items()}
         return metrics.means(self.world), {"eval_samples.jsonl": [shown[place] for place in sorted(shown)]}

@@ -184,7 +184,8 @@ def fill_paths(args: Flags) -> None:
         raise InputError("--data_path: name the JSONL file with the prompts")
     if not has_reward:
         raise InputError(
-            "--reward_model: name one, or a function with --reward_fn, or a server with --reward_url"
+            "--reward_model: name one, or a function with --reward_fn, a server with --reward_url, or an "
+            "environment with --env"
         )
     if args.critic_init == "reward" and not args.reward_model:
         raise InputError("--critic_init reward: starts from a --reward_model; name one, or leave it out")

@@ -4,7 +4,7 @@ train_ppo.py trains it. The models, and why the reference never changes: models.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import learned_pieces
-from dataset.lm_dataset import LoggedAnswers, LoggedPairs, RLAIFDataset, local_positions
+from dataset.lm_dataset import LoggedAnswers, LoggedPairs, Prompt, RLAIFDataset, local_positions
 from errors import InputError
 from model.loading import embeddings, is_moe, load_policy
 from model.lora import describe as describe_adapters
@@ -27,12 +27,13 @@ from trainer.compute.batch import Batch, RawScores
 from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.sharding import ShardGroup
-from trainer.environments.conversation import MultiTurn
+from trainer.environments.conversation import MultiTurn, ended_by
 from trainer.environments.environment import Environments, load_environments
+from trainer.environments.running import run_all
 from trainer.evaluation import Evaluation
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
-from trainer.generation.stops import keep_endings, load_endings
+from trainer.generation.stops import decode, keep_endings, load_endings
 from trainer.inputs import (
     Prompts,
     accuracy_note,
@@ -274,11 +275,12 @@ class PpoRun(Run):
         choose_warmup(args, self.total_steps)
         if self.environments:
             self.environments.check_fields(data, self.held_out)
-        known = run_values(0, self.total_steps, data, self.held_out)  # that functions may ask for
+        known = self.run_values(0)
         # The evaluation reward never trains. Logged answers come with their scores.
         self.reward = Reward()
         if not args.offline_data_path:
-            self.reward = make_reward(args, functions)
+            scores = self.environments is not None and self.environments.has_reward
+            self.reward = make_reward(args, functions, environment=scores)
             check_fields(functions, known, data, self.held_out)
         self.eval_reward = make_eval_reward(args, eval_functions)
         with named_as_evaluation():
@@ -289,9 +291,23 @@ class PpoRun(Run):
             return
         if args.resume:
             check_resume(self, self.text_fingerprints())
-        try_reward_functions(self.reward.functions, known, args.reward_timeout, data, self.held_out)
+        attempt = partial(try_reward_functions, environments=self._begun)
+        attempt(self.reward.functions, known, args.reward_timeout, data, self.held_out)
         with named_as_evaluation():
-            try_reward_functions(eval_functions, known, args.reward_timeout, self.held_out)
+            attempt(eval_functions, known, args.reward_timeout, self.held_out)
+
+    def _begun(self, prompts: Sequence[Prompt]) -> list[Any]:
+        """The environments of these prompts, reset; None for each with --tools, [] without both. Raises
+        InputError where reset fails."""
+        if self.environments is None:
+            return []
+        episodes = [self.environments.begin(prompt.record, seed=0) for prompt in prompts]
+        workers = [episode.worker for episode in episodes]
+        texts = run_all([episode.reset for episode in episodes], self.args.reward_timeout, workers)
+        for prompt, text in zip(prompts, texts, strict=True):
+            if isinstance(text, Exception):
+                raise ended_by(text, prompt)
+        return [episode.environment for episode in episodes]
 
     def _build_options(self) -> None:
         """Scales, options and the evaluation; ``states`` has those with a state that checkpoints keep."""
@@ -370,17 +386,26 @@ class PpoRun(Run):
 
     # ------------------------------------------------------------------------------- what it is asked for
 
+    def run_values(self, step: int) -> dict[str, object]:
+        """What reward functions may ask for besides the fields of the records (``run_values``)."""
+        of_turns = ["messages"] if self.environments else []
+        of_turns += ["environments"] if self.args.env else []
+        return run_values(step, self.total_steps, self.data, self.held_out, of_turns=of_turns)
+
     def request_scores(self, reward: Reward, batch: Batch) -> RawScores:
         """What each part of a reward (``Reward`` or ``EvalReward``) says of a batch's responses, before it is
         normalised, clipped and weighed. Raises InputError where one fails."""
         prompts = with_sampled_space(batch, self.tokenizer) if reward.server else batch.prompts
+        ids = batch.responses()
         request = Request(
             prompts,
             batch.texts,
             batch.finished.tolist(),
-            batch.layout.response_len,
-            batch.responses(),
-            run_values(self.progress.step, self.total_steps, self.data, self.held_out),
+            lengths=batch.lengths.tolist(),
+            ids=ids,
+            run_values=self.run_values(self.progress.step),
+            dialogues=batch.dialogues,
+            whole_texts=[decode(self.tokenizer, x) for x in ids] if batch.dialogues else (),
         )
         with self.models.host.on_device(*modules_of(reward)):
             return reward.score_parts(request)
@@ -465,10 +490,10 @@ class PpoRun(Run):
 
     def answers_go_to(self) -> str:
         """The parts of the reward that get the records' answers, or other fields of theirs; "" for none. What
-        they make of them, nobody knows."""
+        they make of them, nobody knows: the class of --env least."""
         reward = self.reward
         answered = not self.args.offline_data_path and self.data.with_answer
-        parts = []
+        parts = ["environment"] if reward.environment else []
         functions = [function for function, _ in reward.functions.values()]
         if functions and (answered or any(fields_read(f, self.data.columns) for f in functions)):
             parts.append("function")

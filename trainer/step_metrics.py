@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from dataset.formats import plain_messages
 from model.critic import CriticModel
 from trainer.advantages import Sum, centred, mean_std, moments
 from trainer.compute.batch import Batch
@@ -88,7 +89,7 @@ def step_metrics(
 
     rollout: of the step; metrics: what estimating and updating have measured; seconds: of the step's phases.
     """
-    responses = rollout.responses()
+    responses = rollout.sampled()
     for name, x in rollout.parts.items():
         add_scores(metrics, f"reward/{name}", x)
     sums: dict[str, Number] = {}
@@ -98,10 +99,11 @@ def step_metrics(
         sums["rollout/sampled_again"] = rollout.sampled_again
     if args.num_generations > 1:
         sums["rollout/equal_groups"] = len(rows_of_equal_groups(rollout.parts["score"], args.num_generations))
-    sums["rollout/length"] = rollout.response_len.sum()
+    sums["rollout/length"] = rollout.lengths.sum()
     sums["rollout/finished"] = rollout.finished.sum()
     sums["rollout/repetition"] = torch.tensor([repetition(ids) for ids in responses]).sum()
     metrics.add_all(sums, len(responses))
+    add_turns(metrics, "rollout/{}", rollout)
     metrics.add_all(metrics_over_processes(responses, rollout.parts["score"], world))
     if reward.functions:
         for logged in world.gather(rollout.raw.logged):
@@ -119,11 +121,30 @@ def add_scores(metrics: Metrics, name: str, scores: Tensor) -> None:
     metrics.add(name, given.sum(), len(given))
 
 
+def add_turns(metrics: Metrics, pattern: str, batch: Batch) -> None:
+    """Add what is counted of responses in several turns, if they have them. pattern: of the metrics' names,
+    {} stands for what is counted. A text game has no calls."""
+    dialogues = batch.dialogues
+    if not dialogues:
+        return
+    calls = sum(dialogue.calls for dialogue in dialogues)
+    sums: dict[str, Number] = {
+        "turns": sum(dialogue.turns for dialogue in dialogues),
+        "observation_tokens": sum(dialogue.observation_tokens for dialogue in dialogues),
+        "hung": sum(dialogue.hung for dialogue in dialogues),
+    }
+    if batch.turn_rewards is None:
+        sums["calls"] = calls
+        failed = sum(dialogue.failed_calls for dialogue in dialogues)
+        metrics.add(pattern.format("failed_calls"), failed, calls)  # NaN where nothing was called
+    metrics.add_all({pattern.format(name): total for name, total in sums.items()}, len(dialogues))
+
+
 def metrics_over_processes(responses: list[list[int]], scores: Tensor, world: World) -> dict[str, Number]:
     """{name: value} of the whole batch, the same in all processes, which must all call it.
 
-    responses: this process' B lists of ids; scores [B]: theirs. "rollout/distinct": responses of which no two
-    are equal, token by token, divided by all; "reward/score_std": population standard deviation of the
+    responses: the sampled ids of this process' B; scores [B]: theirs. "rollout/distinct": responses of which
+    no two are equal, token by token, divided by all; "reward/score_std": population standard deviation of the
     scores; "rollout/score_length_corr": Pearson's correlation of score and length in tokens, 0 where one of
     them does not vary; "reward/unscored", only if there are any: the share without a score, which is NaN.
     """
@@ -161,10 +182,11 @@ def rows_of_step(batch: Batch, world: World) -> Rows:
 
 def answer_rows(batch: Batch) -> list[Row]:
     """A row of each response: prompt, text, the parts of its score that say something of it, its length in
-    tokens, did it end."""
+    sampled tokens, did it end. Of several turns the text is the last one's, and "messages" has all."""
     numbers = {name: x.tolist() for name, x in batch.parts.items()}
-    lengths = batch.response_len.tolist()
+    lengths = batch.lengths.tolist()
     finished = batch.finished.tolist()
+    messages = [{"messages": plain_messages(dialogue.messages)} for dialogue in batch.dialogues]
     return [
         {
             "prompt": prompt.prompt,
@@ -172,6 +194,7 @@ def answer_rows(batch: Batch) -> list[Row]:
             "parts": {name: round(x[i], 4) for name, x in numbers.items() if not math.isnan(x[i])},
             "length": lengths[i],
             "finished": finished[i],
+            **(messages[i] if messages else {}),
         }
         for i, prompt in enumerate(batch.prompts)
     ]

@@ -16,6 +16,8 @@ DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")  # python 
 USUAL = {"kl/k1": 0.03, "kl/sequence": 0.8, "rollout/finished": 1, "rollout/length": 28}
 USUAL |= {"rollout/sampler_gap": 0.0002, "rollout/importance_weight": 1, "rollout/importance_ess": 1}
 USUAL |= {"rollout/repetition": 0.05, "rollout/distinct": 0.98, "rollout/score_length_corr": 0.1}
+USUAL |= {"rollout/turns": 2, "rollout/calls": 1, "rollout/failed_calls": 0, "rollout/hung": 0}
+USUAL |= {"rollout/observation_tokens": 9}
 USUAL |= {"rollout/equal_groups": 0.1, "reward/score": 1, "reward/score_std": 1, "reward/at_limit": 0}
 USUAL |= {"reward/format": 0.5, "policy/loss": 0, "policy/approx_kl": 0.002, "policy/clip_fraction": 0.01}
 USUAL |= {"policy/ratio": 1, "policy/first_ratio": 1, "policy/entropy": 0.1, "policy/advantage_std": 1}
@@ -114,6 +116,11 @@ ONE_NUMBER = """
     reward/format             0.009  0.011   3  format_unknown      look
     reward/score_std          101    99      2  kl_weighs_nothing   look
     rollout/equal_groups      0.81   0.79    5  groups_alike        look
+    rollout/calls             0.01   0.03    3  never_calls         look
+    rollout/failed_calls      0.51   0.49    3  calls_fail          look
+    rollout/failed_calls      0.96   -       3  calls_fail          wrong
+    rollout/hung              0.03   0.01    1  environment_hangs   look
+    rollout/hung              0.31   -       1  environment_hangs   wrong
 """
 
 
@@ -148,6 +155,13 @@ STUCK = {"kl/sequence": 0.01}
 FEW = {"batch_size": 4, "processes": 2}
 FREE = {"missing_eos_penalty": 0.0}
 LONGER = {"rollout/score_length_corr": 0.7}
+TURNS = {"max_turns": 4, "missing_eos_penalty": 0.0}  # of at most 64 tokens
+
+
+def talked(turns, calls, observed=9.0, ended=1.0):
+    step = {"rollout/turns": turns, "rollout/calls": calls, "rollout/observation_tokens": observed}
+    return [step | {"rollout/finished": ended}] * 3
+
 
 # changes of steps, changes of flags, and all that is found
 CASES = [
@@ -215,6 +229,17 @@ CASES = [
     (run_of(20, STUCK, STUCK), {}, {}),  # the score rises
     (flat(20, STUCK | SAME), {}, {"scores_alike": ("wrong", 1)}),
     ([*flat(11, STUCK | {"policy/grad_norm": None}), *flat(9, STUCK)], {}, {}),
+    # what environment and tools say takes more than half of --max_gen_len, and responses are cut
+    (talked(2.0, 1.0, 32.1, ended=0.69), TURNS, {"observations_fill": ("look", 1)}),
+    (talked(2.0, 1.0, 31.9, ended=0.69), TURNS, {}),
+    (talked(2.0, 1.0, 60.0, ended=0.71), TURNS, {}),
+    # nearly all responses have all turns and still call; a text game has no calls, one turn is not too many
+    ([{}, *talked(3.81, 0.51)], TURNS, {"turns_run_out": ("look", 2)}),
+    (talked(3.79, 3.0), TURNS, {}),
+    ([{}, *talked(4.0, 3.0)[1:]], TURNS, {}),
+    (talked(4.0, 0.49), TURNS, {}),
+    (talked(4.0, None), TURNS, {}),
+    (talked(1.0, 1.0), TURNS | {"max_turns": 1}, {}),
     # a finding is since the first of the values that show it, also where not every step has the metric
     (
         [{"value/clip_fraction": x} for x in (0, 0.5, None, None, 0.5, 0.5)],
@@ -237,6 +262,7 @@ HALF_CUT = ZERO | {
     "reward/score": -0.5,
     "reward/score_std": 0.5,
 }  # of a penalty of 1
+PLAYED = {name: x for name, x in ZERO.items() if "function" not in name} | {"reward/environment": 0.0}
 PAID = ZERO | {"reward/function": 0.7, "reward/score": 0.7}
 BEST = {"reward/score_std": 0.0, "reward/score": 1.0, "reward/function": 1.0}
 RISING = [{"reward/score": 0.25 * n, "reward/function": 0.25 * n} for n in range(4)]
@@ -256,6 +282,8 @@ EQUAL = [
     ([ZERO] * 5, ANSWERS, {}, (0.0, 0.0), ("all_wrong", "wrong", 1)),
     ([HALF_CUT], ANSWERS, SMALL, (0.0,), ("all_wrong", "look", 1)),
     ([HALF_CUT | {"reward/score_std": 0.6}] * 3, ANSWERS, SMALL, (0.0,), None),
+    ([PLAYED], ANSWERS, SMALL, (), ("all_wrong", "look", 1)),
+    ([PLAYED | {"rollout/finished": 0.0}], ANSWERS, SMALL, (), ("all_cut", "look", 1)),
     ([ZERO] * 2, ANSWERS, {"batch_size": 8}, (0.0,), ("all_wrong", "look", 1)),
     ([ZERO], ANSWERS, {"batch_size": 8}, (0.0,), None),  # too few
     # 16 wrong ones are chance where a twentieth of the answers is right (0.95^16 = 0.44), 144 are not: 0.0006

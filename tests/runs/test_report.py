@@ -116,7 +116,8 @@ def test_of_a_step_the_first_response_and_those_that_stand_out_are_kept_of_all_p
     batch = SimpleNamespace(
         prompts=[SimpleNamespace(prompt=f"p{n}") for n in range(4)],
         texts=[f"r{n}" for n in range(4)],
-        response_len=lengths,
+        lengths=lengths,
+        dialogues=[],
         finished=lengths < 3,
         parts={"score": torch.tensor([1.0, 3.0, -2.0, 0.0]), "model": torch.tensor([0.1] * 4)},
     )

@@ -146,22 +146,25 @@ def test_an_accuracy_whose_answers_the_reward_gets_is_not_called_never_rewarded(
 
 
 @pytest.mark.parametrize(
-    ("function", "server", "answered", "offline", "text"),
+    ("function", "server", "environment", "answered", "offline", "text"),
     [
-        (lambda prompts, responses, answers: 0, None, 3, "", "reward function"),
-        (lambda prompts, responses, answers: 0, None, 0, "", ""),
-        (lambda prompts, responses, answers, gold: 0, None, 0, "", "reward function"),
-        (None, "a server", 3, "", "reward server"),
-        (None, "a server", 0, "", ""),
-        (lambda prompts, responses, answers: 0, "a server", 3, "", "reward function and server"),
-        (None, None, 3, "", ""),
-        (None, None, None, "logged.jsonl", ""),
+        (lambda prompts, responses, answers: 0, None, False, 3, "", "reward function"),
+        (lambda prompts, responses, answers: 0, None, False, 0, "", ""),
+        (lambda prompts, responses, answers, gold: 0, None, False, 0, "", "reward function"),
+        (None, "a server", False, 3, "", "reward server"),
+        (None, "a server", False, 0, "", ""),
+        (lambda prompts, responses, answers: 0, "a server", False, 3, "", "reward function and server"),
+        (lambda prompts, responses, answers: 0, None, True, 3, "", "reward environment and function"),
+        (None, None, True, 0, "", "reward environment"),
+        (None, None, False, 3, "", ""),
+        (None, None, False, None, "logged.jsonl", ""),
     ],
 )
-def test_who_gets_the_answers(function, server, answered, offline, text):
+def test_who_gets_the_answers(function, server, environment, answered, offline, text):
     """A reward model never does; a function also by a field of the records that it asks for."""
+    functions = {"function": (function, 1.0)} if function else {}
     run = SimpleNamespace(
-        reward=SimpleNamespace(functions={"function": (function, 1.0)} if function else {}, server=server),
+        reward=SimpleNamespace(functions=functions, server=server, environment=environment),
         data=SimpleNamespace(with_answer=answered, columns={"prompt": None, "gold": None}),
         args=SimpleNamespace(offline_data_path=offline),
     )

@@ -102,8 +102,8 @@ def restored(best: Best, run: Run, say: Say) -> Best:
 
 def usual_metric(found: Mapping[str, float]) -> str:
     """What decides without --best_metric: the share of the pairs in which the chosen answer is preferred, the
-    judge, the user's function, the accuracy if it is above 0, or the score (with --normalize_reward the raw
-    score, whose scale does not move); "" without any of them."""
+    judge, the user's environment or function, the accuracy if it is above 0, or the score (with
+    --normalize_reward the raw score, whose scale does not move); "" without any of them."""
     right = ["accuracy"] if found.get("eval/accuracy") else []
-    names = ("chosen_preferred", "judge", "function", *right, "score_raw", "score", "accuracy")
+    names = ("chosen_preferred", "judge", "environment", "function", *right, "score_raw", "score", "accuracy")
     return next((f"eval/{name}" for name in names if math.isfinite(found.get(f"eval/{name}", math.nan))), "")

@@ -2,11 +2,12 @@
 
     Request -> score_parts -> RawScores -> combine -> {part: [B], "score": their sum [B]}
 
-The parts: rules about the text (rules.py), reward models (reward_models.py), functions of the user's
-(reward_function.py), a reward server (reward_server.py). Reward models read messages, the others text. A
-function in TRL's form also gets token ids, and rules about the length get the number of tokens. Of a model
-that thinks, reward models and the repetition penalty see what follows ``</think>``; all others see the whole
-response. With ``--reasoning 1`` all see the whole.
+The parts: the environment of --env (trainer/environments), rules about the text (rules.py), reward models
+(reward_models.py), functions of the user's (reward_function.py), a reward server (reward_server.py). Reward
+models read messages, the others text. A function in TRL's form also gets token ids, and rules about the
+length get the number of tokens. Of a model that thinks, reward models and the repetition penalty see what
+follows ``</think>``; all others see the whole response. With ``--reasoning 1`` all see the whole. Of several
+turns "the response" is the last one, which reward models read behind all others; a server gets the whole.
 
 A reward model's score is clipped to ±``SCORE_LIMIT`` = ±3, after normalising it if ``--normalize_reward`` is
 on. If a response has an answer block, the whole response and the block are scored and clipped separately and
@@ -41,7 +42,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dataset.answers import after_thinking, answer_text
-from dataset.formats import begun, whole_answer
 from dataset.lm_dataset import Prompt
 from errors import InputError
 from trainer.compute.batch import Parts, RawScores
@@ -116,6 +116,7 @@ class Reward:
     server: RewardServer | None = None
     reasoning: bool = False
     normalize_reward: bool = False
+    environment: bool = False  # whether the environment of --env scores its response
     # None until ``PpoRun.begin`` has chosen it (options/missing_eos.py): no response pays it
     missing_eos_penalty: float | None = 0.0
     repetition_penalty: float = 0.0
@@ -151,9 +152,12 @@ class Reward:
         texts = request.responses
         all_of_it = self.with_thoughts or self.reasoning
         visible = texts if all_of_it else [after_thinking(text) for text in texts]
-        beginnings = [begun(prompt.prompt) for prompt in request.prompts]
+        beginnings = request.beginnings
         raw = RawScores()
         parts: dict[str, Tensor | list[float]] = {}
+        if self.environment:
+            scores = [dialogue.score for dialogue in request.dialogues]
+            parts["environment"] = finite("--env", scores, texts, request.prompts)
         if self.reasoning:  # 0.5 for the full form; 0.25 for each of the four tags that is there once
             full = [rules.from_thought(x) + text for x, text in zip(beginnings, texts, strict=True)]
             parts["format"] = [rules.format_reward(text) for text in full]
@@ -199,10 +203,10 @@ class Reward:
     def _ask_models(self, request, raw):
         """Score every whole answer, and every answer block alone, in one call of each reward model."""
         exchanges = []
-        for prompt, response in zip(request.prompts, request.responses, strict=True):
-            question, answer = whole_answer(prompt.prompt, response)
+        rows = zip(request.exchanges, request.responses, request.beginnings, strict=True)
+        for (question, answer), response, beginning in rows:
             if not (self.with_thoughts or self.reasoning):
-                answer = after_thinking(response, begun(prompt.prompt))
+                answer = after_thinking(response, beginning)
             exchanges.append((merged_history(question) if self.merge_history else question, answer))
         count = len(exchanges)
         answers = [answer_text(text) for _, text in exchanges] if self.reasoning else []
@@ -323,9 +327,16 @@ def finite(
     return numbers
 
 
-def make_reward(args: Namespace, functions: RewardFunctions) -> Reward:
-    """Flags -> the ``Reward`` of the run, whose models ``load_models`` loads. functions: of --reward_fn."""
+def make_reward(args: Namespace, functions: RewardFunctions, environment: bool = False) -> Reward:
+    """Flags -> the ``Reward`` of the run, whose models ``load_models`` loads. functions: of --reward_fn;
+    environment: whether the class of --env scores its response. Raises InputError where nothing scores."""
+    if args.env and not (environment or functions or args.reward_model or args.reward_url):
+        raise InputError(
+            f"--env {args.env}: its class has no get_reward, so nothing scores a response; write one, or "
+            "give --reward_fn, --reward_model or --reward_url"
+        )
     return Reward(
+        environment=environment,
         models=not_loaded(args.reward_model),
         functions=functions,
         server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,

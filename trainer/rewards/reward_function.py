@@ -26,11 +26,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dataset.formats import keys_found, whole_answer
+from dataset.formats import (
+    Exchange,
+    Messages,
+    TurnText,
+    begun,
+    keys_found,
+    plain_messages,
+    to_messages,
+    whole_answer,
+)
 from dataset.lm_dataset import Prompt, RecordDataset, RLAIFDataset
 from errors import InputError
 from model.weights import short_hash
-from trainer.compute.batch import Steps
+from trainer.compute.batch import Dialogue, Steps
 from trainer.rewards.reward_models import parse_spec
 from trainer.user_code import Modules, code_of, contained, load_named, mistake, shown
 
@@ -60,15 +69,62 @@ SIGNATURES = (
 
 @dataclass
 class Request:
-    """B responses, and what rewards may know of them."""
+    """B responses, and what rewards may know of them. Where they have several turns (--env, --tools), rules,
+    reward models and functions score the text of the last turn."""
 
     prompts: list[Prompt]
-    responses: list[str]
+    responses: list[str]  # of several turns the last one's
     finished: Sequence[bool] = ()  # False for a response that was cut at --max_gen_len
-    lengths: Sequence[int] = ()  # in tokens
-    ids: Sequence[list[int]] = ()  # their tokens
+    lengths: Sequence[int] = ()  # in sampled tokens
+    ids: Sequence[list[int]] = ()  # their tokens, with observations
     run_values: dict[str, object] = field(default_factory=dict)  # ``run_values``
     logged: dict[str, list[float]] = field(default_factory=dict)  # {name: what a function gave log_metric}
+    dialogues: Sequence[Dialogue] = ()  # of several turns
+    whole_texts: Sequence[str] = ()  # of several turns: all of each response, with observations
+
+    @property
+    def beginnings(self) -> list[str]:
+        """What stands in the prompt of the answer that ``responses`` has (``begun``)."""
+        several = [len(dialogue.messages) > 1 for dialogue in self.dialogues] or [False] * len(self.prompts)
+        pairs = zip(self.prompts, several, strict=True)
+        return ["" if later else begun(prompt.prompt) for prompt, later in pairs]
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """B pairs: all that comes before the last turn, and that turn, with its beginning."""
+        if not self.dialogues:
+            pairs = zip(self.prompts, self.responses, strict=True)
+            return [whole_answer(prompt.prompt, text) for prompt, text in pairs]
+        rows = zip(self.conversations, self.beginnings, self.responses, strict=True)
+        return [([*asked, *turns[:-1]], beginning + text) for (asked, turns), beginning, text in rows]
+
+    @property
+    def conversations(self) -> list[tuple[Messages, Messages]]:
+        """Of several turns: the messages of each prompt, and those of each response."""
+        return [split_dialogue(*pair) for pair in zip(self.prompts, self.dialogues, strict=True)]
+
+    @property
+    def turn_columns(self) -> dict[str, Any]:
+        """What a function may ask for by name where responses have several turns, if ``run_values`` has the
+        name: the whole conversations, and the environments; {} where they have one turn."""
+        if not self.dialogues:
+            return {}
+        return {
+            "messages": [plain_messages([*asked, *turns]) for asked, turns in self.conversations],
+            "environments": [dialogue.environment for dialogue in self.dialogues],
+        }
+
+
+def split_dialogue(prompt: Prompt, dialogue: Dialogue) -> tuple[Messages, Messages]:
+    """-> (the messages of the prompt, those of the response). The beginning of an answer is moved from the
+    first to the second."""
+    question = to_messages(prompt.prompt)
+    first, *later = dialogue.messages
+    if beginning := begun(question):
+        turn = TurnText.of(first["content"])
+        first = {**first, "content": TurnText(beginning + turn.content, turn.thought, turn.calls)}
+        question = question[:-1]
+    return question, [first, *later]
 
 
 # ---------------------------------------------------------------- files and flags
@@ -222,11 +278,14 @@ def check_fields(functions: RewardFunctions, known: Iterable[str], *datasets: Re
                         )
 
 
-def run_values(step: int, total_steps: int, *datasets: RecordDataset | None) -> dict[str, object]:
+def run_values(
+    step: int, total_steps: int, *datasets: RecordDataset | None, of_turns: Sequence[str] = ()
+) -> dict[str, object]:
     """{name: value} of what a function may ask for that is no field in any of these datasets: a field comes
-    first. step: batches learned from so far."""
+    first. step: batches learned from so far; of_turns: names of ``Request.turn_columns``, which has their
+    values."""
     state = SimpleNamespace(global_step=step, max_steps=total_steps)
-    values = {"step": step, "total_steps": total_steps, "trainer_state": state}
+    values = {"step": step, "total_steps": total_steps, "trainer_state": state, **dict.fromkeys(of_turns)}
     fields = {name for data in filter(None, datasets) for name in data.columns}
     return {name: value for name, value in values.items() if name not in fields}
 
@@ -252,7 +311,7 @@ def columns_of(kind: str, request: Request) -> dict[str, Any]:
     if kind == "verl":
         return {
             "data_source": [record.get("data_source") for record in records],
-            "solution_str": request.responses,
+            "solution_str": request.whole_texts or request.responses,
             "ground_truth": [ground_truth(prompt) for prompt in request.prompts],
             "extra_info": [record.get("extra_info") or {} for record in records],
         }
@@ -263,20 +322,24 @@ def columns_of(kind: str, request: Request) -> dict[str, Any]:
     def log_extra(column: str, values: list) -> None:
         """TRL's table of completions has these; samples.jsonl has not."""
 
-    pairs = zip(request.prompts, request.responses, strict=True)
-    exchanges = [whole_answer(prompt.prompt, text) for prompt, text in pairs]
-    return fields | {
-        "prompts": [prompt for prompt, _ in exchanges],
-        "completions": [  # messages where the prompt is
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in exchanges
-        ],
+    whole: list[tuple[Any, Any]] = [
+        (prompt, text if isinstance(prompt, str) else [{"role": "assistant", "content": text}])
+        for prompt, text in request.exchanges  # messages where the prompt is
+    ]
+    if request.dialogues:
+        whole = [(prompt, plain_messages(turns)) for prompt, turns in request.conversations]
+    found = fields | {
+        "prompts": [prompt for prompt, _ in whole],
+        "completions": [completion for _, completion in whole],
         "completion_ids": request.ids,
         "answers": [prompt.record.get("answers", prompt.answer) for prompt in request.prompts],
         "trainer_state": request.run_values.get("trainer_state"),
         "log_metric": log_metric,
         "log_extra": log_extra,
     }
+    if "environments" in request.run_values:
+        found["environments"] = request.turn_columns["environments"]
+    return found
 
 
 def ground_truth(prompt: Prompt) -> object:
@@ -293,9 +356,10 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, Any]:
     given = {name: x for name, x in columns_of(signature.kind, request).items() if signature.takes(name)}
     if signature.kind == "verl":  # it asks for no other names
         return given
+    known = request.run_values | request.turn_columns
     for name, needed in signature.names.items():
         if name in request.run_values and name not in given:
-            given[name] = request.run_values[name]
+            given[name] = known[name]
         elif needed and name not in given:
             given[name] = [None] * len(request.prompts)  # no record of the batch has this field
     return given
@@ -305,11 +369,19 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, Any]:
 
 
 def try_reward_functions(
-    functions: RewardFunctions, values: dict[str, object], seconds: float, *datasets: RecordDataset | None
+    functions: RewardFunctions,
+    values: dict[str, object],
+    seconds: float,
+    *datasets: RecordDataset | None,
+    environments: Callable[[list[Prompt]], list[Any]] | None = None,
 ) -> None:
     """Call each function once, with made-up responses to the first prompts, and once more for another dataset
     if that has other fields for it or no answers. The scores are thrown away. Raises InputError as
-    ``call_reward_function``, and where the first scores are all None and no record has an answer."""
+    ``call_reward_function``, and where the first scores are all None and no record has an answer.
+
+    environments: prompts -> an object for each, on which reset was called, and nothing else yet; None for
+    each with --tools; [] where responses have one turn.
+    """
     for part, (function, _) in functions.items():
         tried: list[object] = []
         for data in datasets:
@@ -320,7 +392,15 @@ def try_reward_functions(
                 continue
             prompts = [data[i % len(data)] for i in range(len(MADE_UP))]
             ids = [prompt.prompt_ids[:4] for prompt in prompts]
-            request = Request(prompts, [*MADE_UP], ids=ids, run_values=values)
+            texts = [[{"role": "assistant", "content": text}] for text in MADE_UP]
+            begun_ones = environments(prompts) if environments else []
+            request = Request(
+                prompts,
+                [*MADE_UP],
+                ids=ids,
+                run_values=values,
+                dialogues=[Dialogue(*pair, score=None) for pair in zip(texts, begun_ones, strict=False)],
+            )
             hint = "" if data.with_answer else "; no record has an answer: --answer_key names its field"
             with named_in_errors(part):
                 try:
@@ -342,8 +422,9 @@ def call_reward_function(function: RewardFunction, request: Request, seconds: fl
     if not request.responses:
         return [], []
     kind = signature_of(function).kind
-    # Copies, so that the function may change its arguments
-    given = copy.deepcopy(arguments(function, request))
+    # Copies, so that the function may change its arguments; but not of environments: they may hold sockets
+    environments = [dialogue.environment for dialogue in request.dialogues]
+    given = copy.deepcopy(arguments(function, request), {id(x): x for x in environments})
     first = []
     if kind == "ours":
         prompts = [prompt.prompt for prompt in request.prompts]

@@ -5,8 +5,9 @@
 
 Prompts are texts as the policy reads them, chat template included, and the space behind them where the policy
 sampled one that the text of the response does not have. The request also has "responses" (texts) and
-"messages" (prompts as they stand in the data), for servers that need the two apart. ``Reward.score_parts``
-(combine.py) calls it.
+"messages" (prompts as they stand in the data), for servers that need the two apart. A response in several
+turns is all of it as one text, results of tools included; "completions" are its messages.
+``Reward.score_parts`` (combine.py) calls it.
 """
 
 import json
@@ -19,6 +20,7 @@ from urllib.error import HTTPError
 
 from tqdm import tqdm
 
+from dataset.formats import plain_messages
 from errors import InputError, first_line
 from trainer.rewards.reward_function import Request
 
@@ -41,8 +43,9 @@ class RewardServer:
     def __call__(self, request: Request) -> list[float]:
         rewards: list[float] = []
         for start in range(0, len(request.responses), BATCH):
-            prompts = request.prompts[start : start + BATCH]
-            responses = request.responses[start : start + BATCH]
+            rows = slice(start, start + BATCH)
+            prompts = request.prompts[rows]
+            responses = [*(request.whole_texts or request.responses)[rows]]
             texts = [prompt.text for prompt in prompts]
             body = {
                 "query": [text + response for text, response in zip(texts, responses, strict=True)],
@@ -51,6 +54,10 @@ class RewardServer:
                 "responses": responses,
                 "messages": [prompt.prompt for prompt in prompts],
             }
+            if request.dialogues:
+                body["completions"] = [
+                    plain_messages(dialogue.messages) for dialogue in request.dialogues[rows]
+                ]
             reply = self._post_until_it_works(json.dumps(body).encode())
             match reply:
                 case {"rewards": [*scores]} if [*map(type, scores)] == [float] * len(responses):

@@ -70,6 +70,12 @@ def metric_names(pattern: str, logged: Mapping[str, Sized]) -> list[str]:
     return [name for name in names if logged[name]]
 
 
+def call_text(call: Row) -> str:
+    """A call of a tool, as OpenAI has it -> ``add({"a": 1, "b": 2})``."""
+    function = call["function"]
+    return f"{function['name']}({json.dumps(function['arguments'], ensure_ascii=False)})"
+
+
 def read_rows(path: Path) -> list[Row]:
     """The rows of a JSONL file of the run folder; none if there is no such file. Half a line, of a run that
     was killed, is left out."""

@@ -99,6 +99,10 @@ class History:
         """The newest value of a metric."""
         return (self.values[name] or [default])[-1]
 
+    def least(self, name: str) -> float:
+        """The least of the last three values of a metric; 0 without any."""
+        return min(self.values[name][-3:], default=0.0)
+
     def get(self, name: str) -> Any:
         """What was concluded, a fact of the run's start, or a flag; 0 where it is off, or not known."""
         return self.conclusions.get(name) or self.args.get(name) or 0
@@ -185,6 +189,9 @@ class History:
             "responses": self.responses,
             "times_seen": self.get("total_steps") * self.responses / (in_a_pass or math.inf),
             "exact": self.get("dtype") == "float32",
+            "observed_share": self.least("rollout/observation_tokens")
+            / (self.get("max_gen_len") or math.inf),
+            "turns_used": self.least("rollout/turns") / (self.get("max_turns") or math.inf),
             "clips_tokens": self.get("policy_loss") != "gspo",
             "responses_seen": self.step * self.responses,
             "responses_alike": self.equal_steps * self.responses,
@@ -235,7 +242,8 @@ class History:
             if tested and (not tested[-1] or self.change("eval/accuracy", tested[0], tested[-1]) < -1):
                 return ""
             return "all_solved" if risen else ""
-        written = values["reward/function"] + values["reward/server"]  # the user's own rewards
+        own = ("reward/function", "reward/server", "reward/environment")  # the user's rewards
+        written = [x for name in own for x in values[name]]
         if written and self._none("rollout/finished"):
             return "all_cut"
         if count < 2 * FEW_RESPONSES:

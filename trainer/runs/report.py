@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 from atomic_files import write_whole, writing
 from trainer.runs.base import Run
-from trainer.runs.displays import UNITS, Display, metric_names, read_rows
+from trainer.runs.displays import UNITS, Display, Row, call_text, metric_names, read_rows
 from trainer.runs.health import STANDARD_ERRORS, Health, History, spread_of_steps
 
 DRAWN = 6  # panels of curves.png; report.html has all
@@ -45,20 +45,28 @@ def write_report(run: Run, health: Health, state: str) -> str:
         "findings": findings,
         "table": table(run.display, history),
     }
+    answers = map(with_whole, read_rows(folder / "eval_samples.jsonl"))
     text = TEMPLATES.get_template("summary.md.jinja2").render(shown)
     page = TEMPLATES.get_template("report.html.jinja2").render(
         shown,
         written=time.strftime("%Y-%m-%d %H:%M %Z"),
         history=history,
         svgs=draw_svgs(history, panels, findings),
-        answers=[row for row in read_rows(folder / "eval_samples.jsonl") if row["step"] >= history.since],
-        samples=read_rows(folder / "samples.jsonl"),
+        answers=[row for row in answers if row["step"] >= history.since],
+        samples=[*map(with_whole, read_rows(folder / "samples.jsonl"))],
+        call_text=call_text,
     )
     with writing(folder):
         write_whole(folder / "summary.md", text)
         write_whole(folder / "report.html", page)
         draw_png(history, panels[:DRAWN], folder / "curves.png")
     return text
+
+
+def with_whole(row: Row) -> Row:
+    """A row of answers with "whole", the text or the turns of each: answers are alike where it is."""
+    greedy = {"greedy": with_whole(row["greedy"])} if "greedy" in row else {}
+    return {**row, **greedy, "whole": str(row.get("messages", row["response"]))}
 
 
 def in_words(run: Run, history: History, state: str) -> list[str]:

@@ -23,13 +23,14 @@ from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
 from trainer.runs.base import Run
 from trainer.runs.checkpoints import list_checkpoints
-from trainer.runs.displays import Row, Rows, as_line, read_rows
+from trainer.runs.displays import Row, Rows, as_line, call_text, read_rows
 from trainer.runs.health import Health, one_line
 from trainer.runs.report import write_report
 from trainer.runs.resume import RunFolder
 from trainer.runs.trackers import Trackers
 
 MIN_LINES = 100  # that a run prints at least, if it has so many steps, where --log_interval is 0
+LONGEST_LINE = 400  # characters of a turn in a printed sample
 REPORT_PAUSE = 100  # times what writing report.html took: so it takes at most 1 % of a run
 
 
@@ -211,11 +212,20 @@ def spent(total: float, start: float, evaluation: float) -> str:
 
 
 def sample_text(step: int, row: Row) -> str:
-    """A row of samples.jsonl as text: a header with the parts of the score, then prompt and response."""
+    """A row of samples.jsonl as text: a header with the parts of the score, then prompt and response; of a
+    response in several turns each in a line of its own."""
     parts = "  ".join(f"{name} {value:+z.2f}" for name, value in row["parts"].items())
     prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-    body = textwrap.indent(f"{prompt}\n{row['response']}", "    ")
+    response = "\n".join(map(turn_line, row["messages"])) if "messages" in row else row["response"]
+    body = textwrap.indent(f"{prompt}\n{response}", "    ")
     return f"  sample at step {step}: {parts}\n{body}"
+
+
+def turn_line(message: Row) -> str:
+    """A turn as a line: who speaks, what is said, which tools are called with what."""
+    said = textwrap.shorten(message["content"], LONGEST_LINE, placeholder=" …")
+    calls = map(call_text, message.get("tool_calls", ()))
+    return " ".join(filter(None, [f"{message['role']}:", said, *calls]))
 
 
 def as_lines(rows: Iterable[Row]) -> str:
