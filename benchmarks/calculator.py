@@ -1,4 +1,4 @@
-"""The tool of real_model_tools.py (``--tools``) and its reward, as a user writes them: nothing is imported."""
+"""The tool of real_model_tools.py (``--tools``), and its reward: as a user writes them, without our modules."""
 
 import re
 
@@ -20,4 +20,4 @@ def calculate(expression: str) -> str:
 def right(prompts: list, responses: list[str], answers: list[str]) -> list[float]:
     """1 where the last number of the last turn is the answer, else 0."""
     numbers = [re.findall(r"-?\d+", text.replace(",", "")) for text in responses]
-    return [float(found[-1:] == [answer]) for found, answer in zip(numbers, answers)]
+    return [float(found[-1:] == [answer]) for found, answer in zip(numbers, answers, strict=True)]

@@ -1,7 +1,7 @@
 """The guessing game of learning_environments.py, as a user writes it (``--env``): nothing is imported.
 
-A number from 1 to 7 has to be found in three turns; each wrong guess is answered "higher" or "lower". Bisection
-always finds it.
+A number from 1 to 7 has to be found in three turns. Each wrong guess is answered "higher" or "lower".
+Bisection always finds it.
 """
 
 TURNS = 3

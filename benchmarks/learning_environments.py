@@ -1,4 +1,4 @@
-"""Task (f) of docs/learning.md: a game of several turns whose best policy is known, each estimator's share of it.
+"""Task (f) of docs/learning.md: a game of several turns whose best policy is known, and who learns it.
 
     python benchmarks/learning_environments.py                     # our estimators: an hour on one core
     python benchmarks/learning_environments.py --who trl_tool our_group_tool --peer_python ENV/bin/python
@@ -15,19 +15,21 @@ benchmarks/results/learning_environments.json; a run that is there is not made a
 
 import argparse
 import json
+import math
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from common import RESULTS, ROOT, machine, read, table
 from guess import TURNS, Guess
-from learning_report import middle
+from learning_report import PAGE, middle
 from learning_run import FIXED, RATES, Curve, command_line
 from learning_tasks import script, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -58,7 +60,9 @@ TEMPLATE = """
 {{- '<|' + message.role + '|> ' + (message.content or '') -}}
 {%- for call in message.tool_calls or [] -%}
 {{- '<tool_call>{"name":"' + call.function.name + '","arguments":{' -}}
-{%- for name, value in call.function.arguments.items() -%}{{- '"' + name + '": ' + (value | tojson) -}}{%- endfor -%}
+{%- for name, value in call.function.arguments.items() -%}
+{{- '"' + name + '": ' + (value | tojson) -}}
+{%- endfor -%}
 {{- ' }}</tool_call>' -}}
 {%- endfor -%}
 {{- ' <|end|> ' -}}
@@ -99,6 +103,14 @@ ESTIMATORS = {
 WHO = {name: TEXT | flags for name, flags in ESTIMATORS.items()}
 WHO |= {f"{name}_tool": TOOL | flags for name, flags in ESTIMATORS.items()}
 WHO |= {"trl_tool": TOOL}
+NAMES = {
+    "our_gae": "PPO", "our_rloo": "RLOO", "our_group": "GRPO, `group`", "our_reinforce": "REINFORCE",
+    "trl": "TRL's GRPO",
+}  # fmt: skip
+# Of actor and critic, tried with the first seed
+RATES_TRIED = {name: [[1e-3], [2e-3]] for name in WHO}
+RATES_TRIED |= {name: [[1e-3, 2e-3], [2e-3, 2e-3]] for name in ("our_gae", "our_gae_tool")}
+GOAL = 0.95  # a share of the optimum
 
 
 # ------------------------------------------------------------------------------- the game's values, all exact
@@ -169,7 +181,7 @@ class Game(NamedTuple):
 
 
 class PolicyValue:
-    """Policy -> {"value": the expected reward of its sampled games, "optimum": its share of the best policy's}.
+    """Policy -> {"value": the expected reward of a sampled game, "optimum": its share of the best policy's}.
 
     All games are played whose turns are guesses. A game with another turn counts as lost: in text it is, and
     a call that cannot be read hardly ever occurs.
@@ -181,9 +193,7 @@ class PolicyValue:
         self.optimum = value_of_play(max, [], list(NUMBERS)) / len(NUMBERS)
 
     def ids(self, messages: list[dict[str, Any]], generate: bool = False) -> list[int]:
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generate
-        )
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     @torch.no_grad()
@@ -218,7 +228,7 @@ class PolicyValue:
         return {"value": value, "optimum": value / self.optimum}
 
 
-# ----------------------------------------------------------------------------------- the start of all trainers
+# ---------------------------------------------------------------------------------- the start of all trainers
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -278,8 +288,8 @@ def prepare(folder: Path, as_tool: bool) -> dict[str, str]:
         script(
             "train_sft.py", "--model", folder / "random", "--data_path",
             write_jsonl(folder / "games.jsonl", games), "--epochs", 2, "--batch_size", 64,
-            "--learning_rate", 1e-3, "--eval_size", 0, "--max_seq_len", 64, "--dtype", "float32", "--out_dir", folder,
-            "--run_name", "sft", "--hf_dir", policy,
+            "--learning_rate", 1e-3, "--eval_size", 0, "--max_seq_len", 64, "--dtype", "float32",
+            "--out_dir", folder, "--run_name", "sft", "--hf_dir", policy,
         )  # fmt: skip
     return {"model": str(policy), "data_path": str(prompts)}
 
@@ -423,7 +433,7 @@ VARIANTS = {
 VARIANT_FLAGS = {"observations in the loss": {"importance_cap": 0}}
 
 
-# ------------------------------------------------------------------------------------------ results and tables
+# ----------------------------------------------------------------------------------------- results and tables
 
 
 def load() -> list[dict[str, Any]]:
@@ -467,6 +477,95 @@ def run_request(request: dict[str, Any]) -> None:
     print("\n" + json.dumps(points))
 
 
+def compare(folder: Path, python: str, who: str, seeds: list[int]) -> None:
+    """Each rate with the first seed, then the best one with the others."""
+    for rates in RATES_TRIED[who]:
+        make(folder, python, who, rates, SEEDS[0])
+    for seed in seeds:
+        make(folder, python, who, best_rates(load(), who), seed)
+
+
+def best_rates(runs: list[dict[str, Any]], who: str) -> list[float]:
+    """The rates with the best end of the first seed."""
+    tried = [run for run in runs if (run["who"], run["variant"], run["seed"]) == (who, "", SEEDS[0])]
+    return max(tried, key=end)["rates"]
+
+
+def end(run: dict[str, Any]) -> float:
+    """The share of the optimum after the last step."""
+    return run["curve"]["optimum"][-1]
+
+
+def results_table(runs: list[dict[str, Any]]) -> str:
+    """Each trainer at its best rates, then the wrong variants."""
+    rows = []
+    for who in dict.fromkeys(run["who"] for run in runs):
+        rates = best_rates(runs, who)
+        for variant in ("", *VARIANTS):
+            kind = [r for r in runs if (r["who"], r["variant"], r["rates"]) == (who, variant, rates)]
+            if kind:
+                rows.append(row_of(kind))
+    return table(rows)
+
+
+def row_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Runs that differ in their seeds -> a row of the table."""
+    first = runs[0]
+    curves = [run["curve"] for run in runs]
+    until = [samples_until(curve, GOAL) for curve in curves]
+    return {
+        "turns": "calls" if is_tool(first["who"]) else "text",
+        "trainer": NAMES[first["who"].removesuffix("_tool")],
+        "changed": first["variant"],
+        "rates": ", ".join(f"{rate:g}" for rate in first["rates"]),
+        "runs": len(runs),
+        "share of the optimum": middle([end(run) for run in runs]),
+        f"samples to {GOAL}": f"{statistics.median(until):,.0f}".replace("inf", "not reached"),
+        "CPU seconds": f"{statistics.median(curve['seconds'][-1] for curve in curves):.0f}",
+    }
+
+
+def samples_until(curve: dict[str, list[float]], goal: float) -> float:
+    """The first measured number of samples with this share of the optimum; infinite if there is none."""
+    pairs = zip(curve["samples"], curve["optimum"], strict=True)
+    return next((samples for samples, share in pairs if share >= goal), math.inf)
+
+
+def write_page() -> None:
+    """The table of docs/learning.md, between its marks."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition("<!-- environments -->\n")
+    _, _, after = rest.partition("<!-- end of environments -->")
+    text = f"{before}<!-- environments -->\n{results_table(load())}\n<!-- end of environments -->{after}"
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--who", nargs="+", choices=list(WHO), default=list(ESTIMATORS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--variants", action="store_true", help="what is wrong on purpose, with PPO")
+    parser.add_argument("--peer_python", default=sys.executable, help="the Python that has TRL")
+    parser.add_argument("--folder", type=Path, help="keeps the start of the runs; default: a temporary one")
+    parser.add_argument("--table", action="store_true", help="write the table, run nothing")
+    args = parser.parse_args()
+    if args.table:
+        write_page()
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        for who in args.who:
+            if not args.variants:
+                compare(folder, args.peer_python, who, args.seeds)
+                continue
+            for variant in VARIANTS:
+                for seed in args.seeds:
+                    make(folder, args.peer_python, who, best_rates(load(), who), seed, variant)
+    print(results_table(load()))
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1].startswith("{"):
         run_request(json.loads(sys.argv[1]))
+    else:
+        main()

