@@ -1,4 +1,4 @@
-"""The tool of real_model_tools.py (``--tools``), and its reward: as a user writes them, without our modules."""
+"""The tool of real_model_tools.py (``--tools``), and its reward, as a user writes them."""
 
 import re
 
