@@ -485,28 +485,6 @@ def whole_answer(prompt: AnyPrompt, response: str) -> Exchange:
     return (prompt[:-1], beginning + response) if beginning else (prompt, response)
 
 
-def as_exchange(prompt: AnyPrompt, completion: Messages) -> Exchange:
-    """A prompt and what follows it, turns of the assistant's with what answers them between -> (all that
-    stands before the last turn, the text of that)."""
-    first, *others = completion
-    if others:
-        question, answer = whole_answer(to_messages(prompt), first["content"])
-        prompt = [*question, {"role": "assistant", "content": answer}, *others[:-1]]
-    return prompt, completion[-1]["content"]
-
-
-def as_openai(messages: Messages) -> list[Record]:
-    """Messages with thoughts and calls of tools beside their contents, as functions of users read them."""
-    found = []
-    for message in messages:
-        turn = TurnText.of(message["content"])
-        more: Record = {"reasoning_content": turn.thought} if turn.thought else {}
-        if turn.calls:
-            more["tool_calls"] = [*turn.calls]
-        found.append({**message, "content": turn.content, **more})
-    return found
-
-
 def add_system(prompt: AnyPrompt, system_prompt: str) -> AnyPrompt:
     """The prompt with a system message first, unless it has one or ``system_prompt`` is empty."""
     messages = to_messages(prompt)

@@ -7,9 +7,10 @@ import json
 import re
 import shlex
 import string
+from types import SimpleNamespace
 
 import pytest
-from tiny import ROOT, flags, read_jsonl, request_of, run_files, user, write_jsonl
+from tiny import ROOT, assistant, flags, read_jsonl, request_of, run_files, turn_files, user, write_jsonl
 
 import chat
 import export
@@ -20,7 +21,7 @@ from trainer.run import PpoRun
 from trainer.runs import displays, health
 
 LINK = re.compile(r"\[`(?P<name>\w+)`\]\((?P<path>[\w./]+\.py)\)")
-PARTS = r"(format|marks|model\w*|function|repetition|length_reward|missing_eos|judge_\w+)"
+PARTS = r"(environment|format|marks|model\w*|function|repetition|length_reward|missing_eos|judge_\w+)"
 YOURS = re.compile(r"PATH|prompts|train.jsonl|pairs.jsonl|problems|verl|hidden_size|Qwen|…|base|best|_512")
 PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/*.md")])
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
@@ -85,7 +86,10 @@ def test_the_metrics_page_names_every_metric_of_a_run_and_no_other(tmp_path):
     both = """ --max_steps 2 --batch_size 4 --mini_batch_size 4 --max_gen_len 4 --critic_warmup_steps 0
         --dtype float16"""  # which has a loss scale
     found = set()
-    for given, flagged in ((files | more, options), (logged, "--eval_interval 1")):
+    turns = turn_files(tmp_path)
+    turns = turns | {"eval_data_path": turns["data_path"], "env": f"{turns.pop('code')}:Env"}
+    runs = ((files | more, options), (logged, "--eval_interval 1"), (turns, "--eval_interval 1"))
+    for given, flagged in runs:
         out = tmp_path / f"out{len(found)}"
         train_ppo.main([*flags(**given, out_dir=out), *(flagged + both).split()])
         found |= {name for line in read_jsonl(out / "run_1/metrics.jsonl") for name in line}
@@ -108,7 +112,7 @@ def test_findings_are_on_their_page_and_name_only_what_there_is():
     given = {*train_ppo.flag_parser().flags}
     facts = re.findall(r'^            "(\w+)":', inspect.getsource(PpoRun.facts), re.MULTILINE)
     known = given | {*facts, "start", *re.findall(r'"(\w+)"', inspect.getsource(health))}
-    known |= {"reward/format", "reward/function", "reward/server", "reward/unscored"}
+    known |= {"reward/format", "reward/function", "reward/server", "reward/environment", "reward/unscored"}
     known |= {*metric_rows(page("metrics"))}
     named = set()
     for rule in health.RULES:
@@ -195,6 +199,9 @@ def test_the_reward_functions_of_the_page_score_as_it_says(tmp_path):
     for name, scores in wanted.items():
         assert call_reward_function(found[name], request, 0)[0] == scores
     assert request.logged == {"characters": [43.5]}
+    talks = [[user("q"), assistant("1"), user("more"), assistant("2")], [user("q"), assistant("1")]]
+    games = [SimpleNamespace(solved=True), SimpleNamespace(solved=False)]
+    assert found["few_turns"](["q"] * 2, ["2", "1"], [None] * 2, talks, games) == [-0.2, None]
 
 
 def test_every_folder_is_on_the_page_of_the_code():

@@ -1,11 +1,12 @@
 """The evaluation's arithmetic by hand, and which model it evaluates."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import WORDS, flags, run_files, tiny_llama, word_tokenizer, write_jsonl
+from tiny import WORDS, dialogue, flags, run_files, tiny_llama, user, word_tokenizer, write_jsonl
 
 from dataset.answers import is_correct
 from dataset.lm_dataset import RLAIFDataset
@@ -68,6 +69,32 @@ def test_a_prompt_is_solved_where_one_of_its_own_answers_is_right(monkeypatch):
     found = evaluated(monkeypatch, Prompts(["1", "2", "3"]), sampled, ["x", "2", "3"])
     assert found["eval/pass@2"] == found["eval/accuracy_greedy"] == pytest.approx(2 / 3)
     assert found["eval/accuracy"] == 0.5
+
+
+def test_of_several_turns_sampled_tokens_and_calls_are_counted_and_the_last_text_is_compared(monkeypatch):
+    lengths = torch.tensor([5, 3])
+    talks = [dialogue("so", user("c"), "7", turns=2, calls=2, failed_calls=1, observation_tokens=2)]
+    talks.append(dialogue("8", calls=1, hung=True))
+    prompts = Prompts(["7", "9"])
+
+    def answer(evaluation, asked):
+        is_action = torch.tensor([[True, True, False, False, True], [True, True, True, False, False]])
+        batch = Batch(None, None, lengths, lengths > 3, None, asked, ["7", "8"], is_action=is_action)
+        batch.dialogues = talks
+        return {"": batch, "_greedy": replace(batch, dialogues=talks[:1] * 2)}
+
+    monkeypatch.setattr(Evaluation, "answer", answer)
+    args = SimpleNamespace(reasoning=False, num_generations=1)
+    engine = SimpleNamespace(weights_of=lambda model: nullcontext())
+    models = SimpleNamespace(actor=None)
+    made = Evaluation(args, ALONE, prompts, None, models, engine, (), None, None)
+    found, rows = made.of_prompts()
+    counted = ["length", "turns", "calls", "failed_calls", "observation_tokens", "hung", "accuracy"]
+    assert [found[f"eval/{x}"] for x in counted] == [3, 1.5, 1.5, pytest.approx(1 / 3), 1, 0.5, 0.5]
+    assert [found[f"eval/{x}_greedy"] for x in counted] == [3, 2, 2, 0.5, 2, 0, 0.5]
+    first, second = rows["eval_samples.jsonl"]
+    assert first["messages"] == first["greedy"]["messages"] == talks[0].messages
+    assert second["messages"] == talks[1].messages
 
 
 def test_accuracy_is_of_the_answers_that_a_response_can_equal(monkeypatch):

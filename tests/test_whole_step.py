@@ -97,17 +97,17 @@ CASES = {
         "replay_batches 1 mini_batch_size 8 cliprange_value 0.2"
     ),
     "several turns": options(
-        "game 1 max_gen_len 24 max_turns 4 kl_in reward critic_lam 0.6 replay_batches 1 cliprange_value 0.1 "
+        "game 1 max_gen_len 24 max_turns 4 kl_in reward critic_lam 0.6 replay_batches 1 cliprange_value 0.05 "
         "entropy_top 0.8 vf_coef 1.2 min_gen_len 3"
     ),
     "several turns, RLOO": NO_CRITIC
     | options(
         "game 1 max_gen_len 24 advantage rloo num_generations 4 kl_in loss gamma 1 steps 1 max_turns 2 "
-        "entropy_coef 0.2 mask_truncated 1 temperature 1"
+        "entropy_coef 0.2 mask_truncated 1 learning_rate 3e-3 grad_clip 0.4"
     ),
     "several turns, GSPO": options(
         "game 1 max_gen_len 24 kl_in loss policy_loss gspo clip_epsilon 0.05 clip_epsilon_high 0.1 "
-        "num_generations 4 mini_batch_size 8 lam 1"
+        "num_generations 4 mini_batch_size 8 lam 1 grad_clip 0.6 cliprange_value 0.1"
     ),
     SINGLE: NO_CRITIC
     | options(
@@ -752,7 +752,7 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
             assert largest < 3e-4 and typical < 2e-6, f"{name} in step {step}"
         lines.append(metrics)
     check_that_all_was_in_use(plain, lines)
-    shares = ("RLOO", "GSPO, four answers", "several turns, RLOO", "several turns, GSPO")
+    shares = ("RLOO", "GSPO, four answers", "several turns, GSPO")
     assert all(count > 0 for count in once.values()) == (case in shares)
 
 

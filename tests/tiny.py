@@ -163,10 +163,12 @@ def score(prompts, responses, answers):
 WORDS = list("abcdefgh")
 
 
-def run_files(folder, count=40, words=WORDS):
+def run_files(folder, count=40, words=WORDS, template=CHAT):
     """A policy of eight words, a reward model, a reward function and ``count`` prompts of different lengths,
     as flags. The penalty is given: to choose one, a run would call the function once more."""
+    folder.mkdir(exist_ok=True)
     tokenizer = word_tokenizer(words, chat=True)
+    tokenizer.chat_template = template
     (folder / "combine.py").write_text(FAULTY_REWARD)
     prompts = [{"prompt": " ".join(words[(n + i) % 8] for i in range(1 + n % 7))} for n in range(count)]
     return {
@@ -175,6 +177,61 @@ def run_files(folder, count=40, words=WORDS):
         "reward_fn": f"{folder / 'combine.py'}:score",
         "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
         "missing_eos_penalty": 1.0,
+    }
+
+
+CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'  # one word of the policy's
+ENVIRONMENTS = """
+def add(a: int) -> str:
+    '''Add.
+
+    Args:
+        a: a number
+    '''
+    return "b"
+
+class Env:
+    def reset(self, prompt):
+        self.calls = 0
+        return " c"
+
+    def add(self, a: int) -> str:
+        '''Add.
+
+        Args:
+            a: a number
+        '''
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("three times")
+        return "b"
+
+    def get_reward(self):
+        return self.calls / 4
+
+class Game:
+    def reset(self):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return "a", text.count("b") / 4, self.turns == 3
+"""
+
+
+def turn_files(folder, count=40):
+    """A policy that often calls a tool, and prompts, as flags; and "code": a file of environments."""
+    words = ["a", "b", "c", CALL, "<tool_call>{</tool_call>", "user", "assistant", "tool", "tools", "add"]
+    tokenizer = word_tokenizer(words, chat=True)
+    shown = "{% if tools %}{{ 'tools ' + tools[0]['function']['name'] + ' ' }}{% endif %}"
+    tokenizer.chat_template = shown + CHAT
+    (folder / "environments.py").write_text(ENVIRONMENTS)
+    prompts = [{"prompt": " ".join("abc"[(n + i) % 3] for i in range(1 + n % 4))} for n in range(count)]
+    return {
+        "model": save_policy_dir(folder / "policy_of_turns", tokenizer, layers=2, spread=2.0),
+        "data_path": write_jsonl(folder / "prompts_of_turns.jsonl", prompts),
+        "missing_eos_penalty": 1.0,
+        "code": str(folder / "environments.py"),
     }
 
 

@@ -169,8 +169,9 @@ def fill_paths(args: Flags) -> None:
         if args.reasoning is None and reason.is_file():
             args.reasoning = 1  # it was trained to reason
         args.model = str(reason if args.reasoning else sft)
-    given = (args.offline_data_path, args.reward_model, args.reward_fn, args.reward_url)
-    has_reward = any(given) or args.env  # whether that class has one is known once it is loaded
+    # Whether the class of --env has a reward is known once it is loaded (``make_reward``).
+    given = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
+    has_reward = given or args.env
     if not args.model:
         args.model = DEMO["model"]
         if not args.data_path:  # the demo's held-out prompts belong to the demo's prompts

@@ -141,12 +141,12 @@ def add_turns(metrics: Metrics, pattern: str, batch: Batch) -> None:
 
 
 def metrics_over_processes(responses: list[list[int]], scores: Tensor, world: World) -> dict[str, Number]:
-    """{name: value} of the whole batch, the same in all processes, which must all call it.
+    """{name: value} of the whole batch, the same in all processes: they all call it.
 
-    responses: the sampled ids of this process' B; scores [B]: theirs. "rollout/distinct": responses of which
-    no two are equal, token by token, divided by all; "reward/score_std": population standard deviation of the
-    scores; "rollout/score_length_corr": Pearson's correlation of score and length in tokens, 0 where one of
-    them does not vary; "reward/unscored", only if there are any: the share without a score, which is NaN.
+    responses: this process' B lists of sampled ids; scores [B]: theirs. "rollout/distinct": responses of
+    which no two are equal, token by token, divided by all; "reward/score_std": population standard deviation
+    of the scores; "rollout/score_length_corr": Pearson's correlation of score and length in tokens, 0 where
+    one does not vary; "reward/unscored", only if there are any: the share whose score is NaN.
     """
     own = [(hash(tuple(ids)), x, len(ids)) for ids, x in zip(responses, scores.tolist(), strict=True)]
     texts, scores_of_all, lengths = zip(*chain.from_iterable(world.gather(own)), strict=True)

@@ -9,7 +9,7 @@ import torch
 from tiny_templates import ALL, MINIMIND3, QWEN, with_template
 
 from dataset.chat_template import conversation_text, encode, mark_special, prompt_text, render, unmark
-from dataset.formats import TurnText, as_exchange, as_openai, to_messages
+from dataset.formats import TurnText, plain_messages, to_messages
 from dataset.lm_dataset import Prompt
 from trainer.compute.batch import new_batch
 from trainer.compute.batching import pad_right
@@ -17,6 +17,7 @@ from trainer.environments.conversation import MultiTurn, OpenedPrompt
 from trainer.environments.environment import load_environments
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import Endings, Forbidden, StopStrings
+from trainer.rewards.reward_function import Request
 
 GAME = """
 class Game:
@@ -108,11 +109,12 @@ def begin(turns, *prompts):
 
 
 def say(turns, talks, *texts, ended=True):
-    """Each conversation goes on with a text as if it had been sampled. The log-prob of token n is -n - 1."""
+    """Each conversation goes on with a text as if it had been sampled. The log-prob of token n of row
+    k is -10 k - n - 1."""
     rows = encode(turns.tokenizer, [mark_special(turns.tokenizer, text) for text in texts])
     rows = [ids + [turns.tokenizer.eos_token_id] * ended for ids in rows]
     tokens, lengths = pad_right(rows)
-    logprobs = -torch.arange(1.0, tokens.shape[1] + 1).repeat(len(rows), 1)
+    logprobs = -torch.arange(1.0, tokens.shape[1] + 1) - 10 * torch.arange(len(rows))[:, None]
     batch = new_batch(
         [talk.context for talk in talks], tokens, logprobs, lengths, torch.tensor([ended] * len(rows))
     )
@@ -151,7 +153,7 @@ def test_a_game_token_by_token(make):
     assert batch.is_action.dtype == torch.bool
     assert batch.is_action.tolist() == [mask, [1, 1] + [0] * (width - 2)]
     assert batch.action_mask.equal(batch.is_action)
-    assert batch.sampler_logprobs.tolist() == [logprobs, [-1, -2] + [0] * (width - 2)]
+    assert batch.sampler_logprobs.tolist() == [logprobs, [-11, -12] + [0] * (width - 2)]
     assert batch.turn_rewards.tolist() == [rewards, [0, 0.25] + [0] * (width - 2)]
     assert batch.prompt_len.tolist() == [len(talk.prompt.prompt_ids) for talk in talks]
     assert batch.response_len.tolist() == [width, 2]
@@ -187,7 +189,7 @@ def test_calls_of_a_turn_and_their_results(make):
     answers = [message["content"] for message in found[3:]]
     assert answers[4] == "4" and "no luck" in answers[1] and "fly" in answers[2] and "b" in answers[3]
     assert all("error" in json.loads(answer) for answer in answers[:4])
-    assert as_openai([first, last]) == [
+    assert plain_messages([first, last]) == [
         tiny.assistant(
             "So:",
             tool_calls=[
@@ -205,6 +207,53 @@ def test_calls_of_a_turn_and_their_results(make):
     ends = [place for place, i in enumerate(talk.ids) if i == turns.tokenizer.eos_token_id]
     assert [talk.is_action[place] for place in ends] == [True, False, True, False, True]
     assert talk.turn_ends == ends[::2]
+
+
+def test_each_response_has_its_own_score(make):
+    turns = make(TOOLS, QWEN)
+    talks = begin(turns, *[prompt_of(turns)] * 3)
+    say(turns, talks, *(call("add", a=n, b=1) * n or "No." for n in range(3)))
+    assert [talk.over for talk in talks] == [True, False, False]
+    assert turns.scores(talks) == [None, 2.0, 4.0]
+    assert [talk.calls for talk in talks] == [0, 1, 2]
+
+
+def test_a_call_in_a_thought_that_the_header_has_opened_is_none(make):
+    thought = f"Shall I write {call('add', a=1, b=2)}?</think>\n\n"
+    for opens in (True, False):
+        turns = make(TOOLS, MINIMIND3, thinking=lambda index, opens=opens: {"open_thinking": opens})
+        (talk,) = begin(turns)
+        say(turns, [talk], f"{thought}{call('add', a=2, b=2)}")
+        called = [(2, 2)] if opens else [(1, 2), (2, 2)]
+        assert talk.episode.environment.called == called and talk.calls == len(called)
+
+
+def test_another_end_of_a_turn_is_no_part_of_what_it_says(make):
+    turns = make(TOOLS, QWEN)
+    (end,) = turns.tokenizer.encode("=")
+    turns.endings.eos.append(end)
+    (talk,) = begin(turns)
+    (ids,) = encode(turns.tokenizer, [f"{call('add', a=1, b=2)} yes="])
+    tokens, lengths = pad_right([ids])
+    batch = new_batch([talk.context], tokens, torch.zeros(tokens.shape), lengths, torch.tensor([True]))
+    turns.reply([talk], batch)
+    assert talk.messages[0]["content"].content == "yes"
+    assert turns.tokenizer.decode(talk.ids[len(ids) :]).startswith("\n<|im_start|>user")
+
+
+def test_functions_are_tools_without_a_class(make, tmp_path):
+    turns = make(TOOLS, QWEN)
+    source = (
+        'def add(a: int, b: int) -> int:\n    """Add.\n\n    Args:\n        a: One.\n        b: Another.\n'
+    )
+    (tmp_path / "tools.py").write_text(source + '    """\n    return a + b\n')
+    turns.environments = load_environments("", [f"{tmp_path / 'tools.py'}:add"])
+    (talk,) = begin(turns)
+    say(turns, [talk], call("add", a=1, b=2))
+    say(turns, [talk], "3")
+    assert [message["content"] for message in talk.messages[1:]] == ["3", "3"]
+    (dialogue,) = turns.as_batch([talk], "cpu").dialogues
+    assert (dialogue.score, dialogue.environment, dialogue.calls) == (None, None, 1)
 
 
 def test_no_call_ends_a_response_and_get_reward_may_say_nothing(make):
@@ -253,6 +302,7 @@ def test_a_turn_that_is_cut_calls_nothing(make):
         assert (talk.over, talk.finished) == (True, False)
         assert getattr(talk.episode.environment, attribute) == []
         batch = turns.as_batch([talk], "cpu")
+        assert batch.dialogues[0].messages == [tiny.assistant(batch.texts[0])]
         assert batch.finished.tolist() == [False] and batch.texts == [call("add", a=1, b=2)]
 
 
@@ -359,6 +409,15 @@ def test_what_reset_returns_is_put_behind_the_last_user_turn(make):
         assert (talk.prompt.index, talk.prompt.record) == (0, {"opening": " Now."})
 
 
+def test_each_prompt_gets_its_own_text_and_seed(make):
+    turns = make(GAME.replace('" Go."', 'f" {rounds}"'))
+    talks = begin(turns, *(prompt_of(turns, rounds=n) for n in range(8)))
+    assert [talk.prompt.prompt for talk in talks] == [f"What is two? {n}" for n in range(8)]
+    seeds = [talk.episode.environment.seed for talk in talks]
+    assert seeds == [int(key) & (2**31 - 1) for key in KEYS]
+    assert any(key & 2**31 for key in KEYS.tolist()) and len(set(seeds)) == 8
+
+
 def test_a_prompt_that_is_sampled_again_is_opened_from_the_start(make):
     turns = make(GAME)
     first = begin(turns)[0].prompt
@@ -405,6 +464,11 @@ def test_the_check_is_that_of_the_template(make):
     tiny.refused("does not show tools", make(TOOLS).check, prompt_of(make(GAME)))
     for turns in (make(TOOLS, QWEN), make(GAME)):
         turns.check(prompt_of(turns))
+    turns = make(
+        GAME, "{{ messages | length if counts }}" + ALL, thinking=lambda index: {"counts": index == 1}
+    )
+    turns.check(prompt_of(turns))
+    tiny.refused("rewrites what stands before", turns.check, prompt_of(turns, index=1))
 
 
 # ---------------------------------------------------------------- what comes of them
@@ -430,13 +494,11 @@ def test_a_reward_model_reads_the_whole_conversation(make):
     )
     say(turns, [talk], f"is\n{call('add', a=1, b=1)}")
     say(turns, [talk], "It is 2.")
-    exchange = as_exchange(talk.prompt.prompt, talk.messages)
+    batch = turns.as_batch([talk], "cpu")
+    (exchange,) = Request(batch.prompts, batch.texts, dialogues=batch.dialogues).exchanges
     text = unmark(conversation_text(turns.tokenizer, *exchange))
     sampled = turns.tokenizer.decode(talk.context)
     assert sampled.endswith("It is 2.<|im_end|>")
     asked = unmark(render(turns.tokenizer, to_messages("Two?"), generate=True))
     shown = talk.prompt.text.index("<|im_start|>user")  # behind the list of tools
     assert text == sampled[shown:] + "\n" and text.startswith(f"{asked}It is\n<tool_call>")
-    (short,) = begin(turns)
-    say(turns, [short], "4")
-    assert as_exchange("What is two?", short.messages) == ("What is two?", "4")

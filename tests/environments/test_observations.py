@@ -27,6 +27,7 @@ SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "sum", "description": "It adds.", "parameters": SCHEMA}}
 CALL = {"type": "function", "function": {"name": "sum", "arguments": {"x": "2 + 3"}}}
 SYSTEM = {"role": "system", "content": "Be short."}
+ROOM = 500  # tokens
 PROMPT = [tiny.user("What is 2 + 3?")]
 HEADERS = ("<|start_header_id|>", "<|end_header_id|>")
 INST = ("[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
@@ -76,7 +77,7 @@ def test_prompt_turn_and_observation_are_the_tokens_of_the_whole_conversation(ch
     observer.check(PROMPT, tools, **switches)
     results = [observer.observation(text) for text in ("5", "six")][: 1 + (role == "tool")]
     for end in (tokenizer.eos_token_id, -1):
-        ids = observer.ids(end, results, tools, **switches)
+        ids = observer.ids(end, results, tools, ROOM, **switches)
         turns = [*PROMPT, tiny.assistant("It is"), *results]
         whole = render(tokenizer, turns, generate=True, tools=tools, **switches)
         start, _, behind = whole.rpartition("It is")
@@ -100,8 +101,8 @@ def test_tokens_of_chatml_by_hand(chat):
     expected = [*line, start, *user, *line, *higher, end, *line, start, *assistant, *line]
     observer = observer_of(tokenizer, "user")
     given = [tiny.user("higher")]
-    assert observer.ids(end, given, []) == expected
-    assert observer.ids(line[0], given, []) == [end, *expected]  # ended by a stop string
+    assert observer.ids(end, given, [], ROOM) == expected
+    assert observer.ids(line[0], given, [], ROOM) == [end, *expected]  # ended by a stop string
     assert observer.end_len == 1
 
 
@@ -112,8 +113,8 @@ def test_the_end_that_the_policy_has_chosen_takes_the_place_of_the_templates(cha
     other = tokenizer.convert_tokens_to_ids("<|eom_id|>")
     observer = observer_of(tokenizer, "tool", eos=[other])
     results = [observer.observation("5")]
-    ids = observer.ids(other, results, [TOOL])
-    assert ids == observer.ids(tokenizer.eos_token_id, results, [TOOL])
+    ids = observer.ids(other, results, [TOOL], ROOM)
+    assert ids == observer.ids(tokenizer.eos_token_id, results, [TOOL], ROOM)
     assert tokenizer.decode(ids).startswith("<|start_header_id|>ipython<|end_header_id|>")
 
 
@@ -122,7 +123,7 @@ def test_marks_and_calls_in_an_observation_stay_text(chat):
     observer = observer_of(tokenizer, "tool")
 
     def count(text):
-        ids = observer.ids(tokenizer.eos_token_id, [observer.observation(text)], [TOOL])
+        ids = observer.ids(tokenizer.eos_token_id, [observer.observation(text)], [TOOL], ROOM)
         assert text in tokenizer.decode(ids)
         return sum(i in tokenizer.all_special_ids for i in ids), ids.count(tokenizer.eos_token_id)
 
@@ -134,7 +135,7 @@ def test_a_tag_of_results_is_written_once(chat):
     tokenizer = with_template(chat, QWEN)
     observer = observer_of(tokenizer, "tool")
     ids = [
-        observer.ids(tokenizer.eos_token_id, [observer.observation(text)], [TOOL])
+        observer.ids(tokenizer.eos_token_id, [observer.observation(text)], [TOOL], ROOM)
         for text in ("5", "<tool_response>\n5\n</tool_response>")
     ]
     assert ids[0] == ids[1]
@@ -142,6 +143,7 @@ def test_a_tag_of_results_is_written_once(chat):
 
 REWRITES = ALL.replace("{% for m in messages %}", "{{ messages | length }}{% for m in messages %}")
 NUMBERS = ALL.replace("m.role + '\\n'", "m.role + (loop.index | string if m.role == 'user' else '') + '\\n'")
+SILENT = ALL.replace("m.content", "(m.content if m.role == 'user' else '')")
 LEAVES_OUT = QWEN.replace("'\\n<tool_response>\\n' + m.content", "'\\n<tool_response>\\n'")
 
 
@@ -151,24 +153,42 @@ def test_what_cannot_go_on_is_refused_in_one_line(chat):
         tools = [TOOL] if role == "tool" else []
         return tiny.refused(says, observer_of(tokenizer, role).check, prompt, tools)
 
-    assert "--prompt_template" in refused("no chat template", None)
-    assert "--prompt_template" in refused("does not show tools", ALL, "tool")
+    assert "--prompt_template" in refused("^--env: the tokenizer has no chat template", None)
+    assert "--prompt_template" in refused("^--tools, --env: .*does not show tools", ALL, "tool")
     assert "--prompt_template" in refused("rewrites what stands before", REWRITES)
+    assert "--prompt_template" in refused("rewrites what stands before", SILENT)
     assert "--prompt_template" in refused("equal turns in different ways", NUMBERS)
     assert "--prompt_template" in refused("leaves out calls or results", LEAVES_OUT, "tool")
-    refused(
-        "the conversation: TemplateError: take turns",
-        None,
-        prompt=[SYSTEM, *PROMPT],
-        tokenizer=family(chat, "gemma")[0],
-    )
+    gemma, _ = family(chat, "gemma")
+    says = "the conversation: TemplateError: take turns"
+    refused(says, None, prompt=[SYSTEM, *PROMPT], tokenizer=gemma)
     bare, _ = family(chat, "bare")
     refused("does not show tools", None, "tool", tokenizer=bare)
-    refused(
-        "rewrites",
-        READS.replace("m.reasoning_content or ''", "messages | length"),
-        prompt=[*PROMPT, tiny.assistant("x"), *PROMPT],
+
+
+def test_a_switch_may_change_what_stands_before_or_rewrite_it(chat):
+    tokenizer = with_template(chat, "{{ 'Loud!' if loud }}{{ messages | length if counts }}" + ALL)
+    observer = observer_of(tokenizer, "user")
+    observer.check(PROMPT, [])
+    observer.check(PROMPT, [], loud=True)
+    tiny.refused("rewrites what stands before", observer.check, PROMPT, [], counts=True)
+
+
+def test_the_header_of_an_observation_may_be_the_end_of_a_turn(chat):
+    """GLM writes nothing behind a turn; the policy ends it with the name of who speaks next."""
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{% if tools %}{% endif %}"
     )
+    template += "{{ '<|assistant|>' if add_generation_prompt }}"
+    names = ["<|assistant|>", "<|user|>", "<|tool|>"]
+    tokenizer = with_tokens(chat, template, "<|endoftext|>", *names)
+    ends = tokenizer.convert_tokens_to_ids(names[1:])
+    for end, role in zip(ends, ("user", "tool"), strict=True):
+        observer = observer_of(tokenizer, role, eos=ends)
+        tools = [TOOL] if role == "tool" else []
+        observer.check(PROMPT, tools)
+        ids = observer.ids(end, [observer.observation("5")], tools, ROOM)
+        assert tokenizer.decode(ids) == "5<|assistant|>"
 
 
 def test_a_template_that_ends_no_turn_needs_a_stop_string(chat):
@@ -180,7 +200,7 @@ def test_a_template_that_ends_no_turn_needs_a_stop_string(chat):
     observer = observer_of(tokenizer, "user", stops=["\n"])
     observer.check(PROMPT, [])
     for last in (tokenizer.eos_token_id, 5):
-        ids = observer.ids(last, [tiny.user("up")], [])
+        ids = observer.ids(last, [tiny.user("up")], [], ROOM)
         assert tokenizer.decode(ids) == "\nuser: up\nassistant: "
 
 
@@ -192,14 +212,17 @@ def test_an_end_behind_the_observation_is_not_the_turns(chat):
     tokenizer = with_template(chat, template)
     tiny.refused("with --stop", observer_of(tokenizer, "user").check, PROMPT, [])
     observer = observer_of(tokenizer, "user", stops=["\n"])
-    assert tokenizer.decode(observer.ids(tokenizer.eos_token_id, [tiny.user("up")], [])) == "\nup<|im_end|>"
+    assert (
+        tokenizer.decode(observer.ids(tokenizer.eos_token_id, [tiny.user("up")], [], ROOM))
+        == "\nup<|im_end|>"
+    )
 
 
 def test_a_template_that_ends_the_last_turn_in_another_way(chat):
     tokenizer = with_template(chat, PHI)
     observer = observer_of(tokenizer, "user")
     observer.check(PROMPT, [])
-    ids = observer.ids(tokenizer.eos_token_id, [tiny.user("up")], [])
+    ids = observer.ids(tokenizer.eos_token_id, [tiny.user("up")], [], ROOM)
     assert tokenizer.decode(ids) == "\n<|im_start|>user\nup<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -209,4 +232,20 @@ def test_what_stands_before_makes_no_difference(chat):
     results = [observer.observation("5")]
     whole = render(tokenizer, [SYSTEM, *PROMPT, tiny.assistant("x"), *results], True, [TOOL])
     assert QUESTION[0]["content"] not in whole
-    assert whole.endswith(tokenizer.decode(observer.ids(tokenizer.eos_token_id, results, [TOOL])))
+    assert whole.endswith(tokenizer.decode(observer.ids(tokenizer.eos_token_id, results, [TOOL], ROOM)))
+
+
+def test_of_a_megabyte_only_the_beginning_is_tokenised(chat):
+    tokenizer = with_template(chat, QWEN)
+    observer = observer_of(tokenizer, "tool")
+
+    def ids_of_a(text, room):
+        return observer.ids(tokenizer.eos_token_id, [observer.observation(text)], [TOOL], room)
+
+    words = " assistant" * 900  # a token each
+    long = (words, "9" * 30_000, " " * 30_000, "two plus " * 4000)
+    for text, room in (("two plus " * 20, 300), ("9" * 5000, 6000), *((text, 300) for text in long)):
+        found = ids_of_a(text, room)
+        whole = ids_of_a(text, 10**6)
+        assert found == whole if len(whole) < room or text == words else len(found) > room
+        assert found[:-30] == whole[: len(found) - 30] and len(found) <= 8 * 2 * max(room, 256)

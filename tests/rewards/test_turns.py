@@ -1,5 +1,6 @@
 """Rewards of responses in several turns: the environment's part; what functions, models and servers get."""
 
+import re
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -7,7 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_reward_server import send, server
-from tiny import assistant, dialogue, refused, request_of, user, word_tokenizer, write_jsonl
+from tiny import (
+    assistant,
+    dialogue,
+    flags,
+    read_jsonl,
+    refused,
+    request_of,
+    turn_files,
+    user,
+    word_tokenizer,
+    write_jsonl,
+)
 
 from dataset.chat_template import conversation_ids
 from dataset.formats import TurnText, plain_messages
@@ -91,19 +103,19 @@ def zeros(conversations):
 
 
 def test_an_environment_without_a_reward_needs_another_one():
-    def flags(*more):
+    def given(*more):
         return complete_flags(train_ppo.flag_parser().parse_args(["--model", "m", "--data_path", "d", *more]))
 
     env = ["--env", "game.py:Game"]
-    with_reward = make_reward(flags(*env), {}, environment=True)
+    with_reward = make_reward(given(*env), {}, environment=True)
     assert with_reward.environment
     says = (
         "^--env game.py:Game: its class has no get_reward, so nothing scores a response; write one, or give"
     )
-    refused(says, make_reward, flags(*env), {})
-    assert not make_reward(flags(*env, "--reward_model", "r"), {}).environment
-    assert make_reward(flags("--tools", "a.py:f", "--reward_fn", "f.py:f"), {"function": (zeros, 1.0)})
-    refused("^--reward_model: name one, .* or an environment with --env", flags, "--tools", "a.py:f")
+    refused(says, make_reward, given(*env), {})
+    assert not make_reward(given(*env, "--reward_model", "r"), {}).environment
+    assert make_reward(given("--tools", "a.py:f", "--reward_fn", "f.py:f"), {"function": (zeros, 1.0)})
+    refused("^--reward_model: name one, .* or an environment with --env", given, "--tools", "a.py:f")
 
 
 CONVERSATIONS = [
@@ -159,19 +171,21 @@ def test_verls_gets_the_whole_response_as_a_text():
 
 def test_the_beginning_of_an_answer_belongs_to_the_first_turn():
     """Rules look at the last turn, which has none, unless it is the first one."""
-    begun = [user("q"), assistant(TurnText("<think>\n", is_begun=True))]
+    question = [{"role": "system", "content": "s"}, user("q")]
+    begun = [*question, assistant(TurnText("<think>\n", is_begun=True))]
     request = request_of([begun, begun], ["5", "x</think>7"])
-    request.dialogues = [dialogue("a</think>b", user("c"), "5"), dialogue("x</think>7")]
+    calls = assistant(TurnText("a</think>b", calls=[CALL]))
+    request.dialogues = [dialogue(calls, RESULT, "5"), dialogue("x</think>7")]
     assert request.beginnings == ["", "<think>\n"]
-    first = "<think>\na</think>b"
+    first = TurnText("<think>\na</think>b", calls=[CALL])
     assert request.exchanges == [
-        ([user("q"), assistant(first), user("c")], "5"),
-        ([user("q")], "<think>\nx</think>7"),
+        ([*question, assistant(first), RESULT], "5"),
+        (question, "<think>\nx</think>7"),
     ]
     completions = []
     scored(lambda **kwargs: completions.extend(kwargs["completions"]) or [1, 1], request)
     assert completions == [
-        [assistant(first), user("c"), assistant("5")],
+        [assistant("<think>\na</think>b", tool_calls=[CALL]), RESULT, assistant("5")],
         [assistant("<think>\nx</think>7")],
     ]
     asked = []
@@ -294,3 +308,40 @@ def test_a_run_asks_with_sampled_lengths_whole_texts_and_what_functions_may_ask_
     assert given.dialogues == request.dialogues
     assert {"step", "messages"} <= given.run_values.keys()
     assert "environments" not in given.run_values
+
+
+JUDGES = """
+def ours(prompts, responses, answers, messages, environments):
+    assert all(said[-1]["role"] == "assistant" for said in messages)
+    return [game.calls / 4 for game in environments]
+
+def trls(completions, completion_ids, environments, **kwargs):
+    return [float(len(messages)) for messages in completions]
+"""
+
+
+def test_a_run_with_an_environment_and_functions_that_ask_for_it(tmp_path, capsys):
+    """Its functions see the objects that were played with, in training and in evaluation."""
+    files = turn_files(tmp_path, count=8)
+    (tmp_path / "judges.py").write_text(JUDGES)
+    files |= {"env": f"{files.pop('code')}:Env", "eval_data_path": files["data_path"], "out_dir": tmp_path}
+    files |= {"reward_fn": f"{tmp_path}/judges.py:ours", "eval_reward_fn": f"{tmp_path}/judges.py:trls"}
+    sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 24, "max_steps": 2, "max_turns": 4}
+    more = {"critic_warmup_steps": 0, "eval_interval": 2, "device": "cpu", "dtype": "float32", "reasoning": 0}
+    train_ppo.main(flags(**files, **sizes, **more, epochs=2, run_name="r", log_interval=1))
+    metrics = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    for step in metrics:
+        for of in ("eval", "reward") if step["step"] else ("eval",):
+            if f"{of}/environment" in step:
+                assert step[f"{of}/environment"] == pytest.approx(step[f"{of}/function"])
+    assert metrics[0]["eval/environment"] > 0
+    assert metrics[0]["eval/judge"] >= 1
+    rows = read_jsonl(tmp_path / "r" / "samples.jsonl")
+    said = [turn for row in rows for turn in row["messages"]]
+    assert any("tool_calls" in turn for turn in said)
+    assert {"role": "tool", "content": "b", "name": "add"} in said
+    assert all(row["response"] == row["messages"][-1]["content"] for row in rows if not row["finished"])
+    printed = capsys.readouterr().out
+    assert "reward   environment + function + missing_eos" in printed
+    assert re.search(r"\nstep 2/2 \|.* turns \d.\d\d \| calls \d.\d\d \|", printed)
+    assert "best by eval/judge" in printed or "eval/judge was never above" in printed

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import same_runs
 from same_runs import CRITIC, EXACT, same_metrics, same_weights, sizes
-from tiny import flags, read_jsonl, run_files, train, write_jsonl
+from tiny import CHAT, WORDS, flags, read_jsonl, run_files, train, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo
@@ -24,12 +24,46 @@ def score(prompts, responses, answers):
     places = [[i for i, c in enumerate(r) if c in "be"] for r in responses]
     return [[(i, 0.5) for i in mine] if len(r) % 4 else 0.1 * len(r) for r, mine in zip(responses, places)]
 """
+# What an environment draws depends on the seed that it gets.
+ENVIRONMENTS = """import random
+class Game:
+    def reset(self, seed):
+        self.random = random.Random(seed)
+        return " " + self.random.choice("abcdefgh")
+    def step(self, text):
+        word = self.random.choice("abcdefgh")
+        return word, text.count(word) - 0.25, word in "gh"
+class Box:
+    def reset(self, seed, prompt):
+        self.limit = random.Random(seed).randint(0, 2)
+        self.sum = len(prompt) % 2
+    def add(self, n: int) -> int:
+        \"\"\"Add a number.
+
+        Args:
+            n: the number
+        \"\"\"
+        self.sum += n
+        if self.sum > 4:
+            raise ValueError("full")
+        return "abcdefgh"[self.sum]
+    def get_reward(self):
+        return float(self.sum > self.limit)
+"""
+CALLS = [
+    f'<tool_call>{{"name":"{name}","arguments":{{"n":{n}}}}}</tool_call>'
+    for name, n in [("add", 2), ("no", 1)]
+]
+# Results of tools and lists of tools are a part of it.
+TOOLS_CHAT = "{% for t in tools or [] %}{{ t['function']['name'] + ' ' }}{% endfor %}" + CHAT
 GROUPS = {"advantage": "rloo", "num_generations": 4, "filter_groups": 2, "kl_in": "reward"}
 GROUPS |= {"policy_loss": "cispo"}
 GROUPS |= {"replay_batches": 1, "update_old_actor_freq": 2, "missing_eos_penalty": 0, "temperature": 0.8}
 ENDINGS = RUN | CRITIC | {"critic_init": "actor", "max_gen_len": 8, "min_gen_len": 3, "overlong_buffer": 3}
 ENDINGS |= {"overlong_penalty": 0.5, "replay_batches": 1, "update_old_actor_freq": 2}
 ENDS = ["--stop", "b ", "d", "--stop_token_ids", "9"]
+TURNS = RUN | CRITIC | {"max_gen_len": 20, "max_turns": 3, "replay_batches": 1, "kl_in": "reward"}
+TURNS |= {"update_old_actor_freq": 2, "gamma": 0.9, "lam": 0.8, "ema_beta": 0.7, "min_gen_len": 3}
 OFFLINE = RUN | CRITIC | {"max_gen_len": 8, "accumulation_steps": 2, "lr_schedule": "constant"}
 ADAPTERS = {"lora_r": 2, "gradient_checkpointing": 1, "dtype": "float16", "ppo_epochs": 1}
 # the flags, and the responses of a batch
@@ -38,6 +72,8 @@ RUNS = {
     "adapters in fp16": (ONLINE | ADAPTERS | {"update_old_actor_freq": 2, "kl_in": "reward"}, 8),
     "several answers": (RUN | GROUPS, 32),
     "endings": (ENDINGS, 16),
+    "several turns": (TURNS, 16),
+    "tools": (RUN | GROUPS | {"max_gen_len": 32, "max_turns": 3}, 32),
     "offline": (OFFLINE, 16),
     "offline, adapters": (OFFLINE | ADAPTERS, 16),
     "offline, bf16": (OFFLINE | {"dtype": "bfloat16"}, 16),
@@ -71,7 +107,14 @@ def files(tmp_path_factory):
         ),
         "ptx_data_path": texts,
     }
+    (folder / "environments.py").write_text(ENVIRONMENTS)
+    turns = run_files(folder / "turns", words=[*WORDS, *CALLS], template=TOOLS_CHAT)
+    del turns["reward_model"]
+    turns["eval_data_path"] = online["eval_data_path"]
+    game = turns | {"env": f"{folder / 'environments.py'}:Game"}
+    box = turns | {"env": f"{folder / 'environments.py'}:Box"}
     found = {"offline": offline, "several answers": scored, "endings": online | steps}
+    found |= {"several turns": game, "tools": box}
     return found | {"": online | {"ptx_data_path": texts}}
 
 
@@ -123,11 +166,13 @@ TOGETHER = {  # what is compared
     "offline": ["actor", "critic"],
     "several answers": ["actor"],
     "endings": ["actor", "critic"],
+    "several turns": ["actor", "critic", "ema"],
+    "tools": ["actor"],
 }
 OF_OPTIONS = {"kl/coef", "kl/sequence", "policy/entropy", "policy/loss", "ema/score"}
 
 
-OFTEN = ["options", "several answers", "endings"]
+OFTEN = ["options", "several answers", "endings", "several turns", "tools"]
 
 
 @pytest.mark.parametrize("kind", [*OFTEN, pytest.param("offline", marks=pytest.mark.slow)])
@@ -136,8 +181,29 @@ def test_two_processes_equal_one(whole, argv_of, tmp_path, kind):
     same_runs.run_in_two_processes(argv_of(kind, tmp_path, processes=2))
     same_weights(one, two, 4, TOGETHER[kind])
     names = OF_OPTIONS if kind == "options" else None
-    but = ("perf/", "policy/") if kind == "several answers" else ("perf/",)
+    but = ("perf/", "policy/") if kind in ("several answers", "tools") else ("perf/",)
     same_metrics(one, two, names, but, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["several turns", "tools"])
+def test_two_shards_equal_one(whole, argv_of, tmp_path, kind):
+    more = {"ema_beta": ""} if kind == "several turns" else {}
+    train_ppo.main(argv_of(kind, tmp_path / "one", **more))
+    same_runs.run_in_two_processes(argv_of(kind, tmp_path / "two", processes=2, shard=1, **more))
+    same_weights(tmp_path / "one" / "r", tmp_path / "two" / "r", 4, TOGETHER[kind][:2])
+
+
+def test_environments_answer_calls_and_games_are_played(whole):
+    for kind in ("several turns", "tools"):
+        lines = read_jsonl(whole(kind) / "metrics.jsonl")
+        assert all(1 < line["rollout/turns"] < 3 for line in lines[1:])
+        assert all(line["rollout/observation_tokens"] > 0 for line in lines[1:])
+        assert "eval/turns" in lines[0]
+    assert all(0.2 < line["rollout/failed_calls"] < 0.9 for line in lines[1:])
+    assert all(line["rollout/calls"] > 0.2 for line in lines[1:])
+    texts = json.dumps(read_jsonl(whole("tools") / "samples.jsonl"))
+    assert "there is no tool" in texts
 
 
 def test_the_options_have_their_numbers_in_every_step(whole):

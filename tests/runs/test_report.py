@@ -186,6 +186,56 @@ def test_the_most_outstanding_are_shown_once_and_an_answer_that_did_not_change_w
     assert heads == [*(f"steps {steps}, unchanged" for steps in ("0 to 4", "0 to 1", "2 to 3")), "step 4"]
 
 
+def test_a_conversation_is_shown_turn_by_turn_with_calls_and_results(undrawn):
+    """Answers are alike where all turns are, not only the last one. What is said is escaped."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "<中>"}}}
+    talk = [
+        tiny.assistant("I <b>add</b>", tool_calls=[call]),
+        {"role": "tool", "name": "add", "content": "<i>3"},
+    ]
+    talk.append(tiny.assistant("It is 3."))
+    said = {"prompt": "p", "response": "It is 3.", "parts": {"score": 1.0}, "length": 4, "finished": True}
+    rows = [said | {"step": n, "kind": "first", "messages": talk[n:]} for n in range(2)]
+    write_jsonl(undrawn / "samples.jsonl", [*rows, rows[0] | {"step": 3}])
+    answers = [talk, talk, talk[2:]]
+    rows = [
+        said | {"step": n, "place": 0, "answer": None, "messages": x, "greedy": said | {"messages": x}}
+        for n, x in enumerate(answers)
+    ]
+    write_jsonl(undrawn / "eval_samples.jsonl", rows)
+    page = written(undrawn).read_text()
+    cards = page.split('id="samples"')[1].split("</section>")[0].split('class="card"')[1:]
+    assert [re.findall(r"step (\d):", card) for card in cards] == [["3"], ["1"]]
+    assert re.findall(r'class="who">(\w+)', cards[0]) == ["assistant", "tool", "assistant"]
+    texts = [
+        "I &lt;b&gt;add",
+        "add({&#34;a&#34;: 1, &#34;b&#34;: &#34;&lt;中&gt;&#34;})",
+        "&lt;i&gt;3",
+        "It is 3.",
+    ]
+    places = [cards[0].index(text) for text in texts]
+    assert places == sorted(places)
+    assert cards[0].count("It is 3.") == 1  # and not once more as the response
+    heads = re.findall(r'class="head">(.*?):', section(undrawn, "answers"))
+    assert heads == 2 * ["steps 0 to 1, unchanged", "step 2"]
+
+
+def test_a_printed_conversation_has_a_line_for_each_turn():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": "中"}}}
+    row = {"prompt": [tiny.user("Hm?")], "response": "b", "parts": {"score": 1.0}}
+    row["messages"] = [
+        tiny.assistant("so\n so", tool_calls=[call, call]),
+        {"role": "tool", "content": "x " * 999},
+    ]
+    row["messages"] += [tiny.assistant("", tool_calls=[call]), tiny.assistant("b")]
+    first, asked, *turns = run_logger.sample_text(3, row).splitlines()
+    assert (first, asked) == ("  sample at step 3: score +1.00", "    Hm?")
+    called = 'add({"a": "中"})'
+    assert turns[0] == f"    assistant: so so {called} {called}"
+    assert turns[1].startswith("    tool: x x x") and turns[1].endswith("x …") and len(turns[1]) < 420
+    assert turns[2:] == [f"    assistant: {called}", "    assistant: b"]
+
+
 def test_findings_come_first_with_all_they_say(undrawn):
     path = written(undrawn, findings=[finding("wrong", 2), finding("look", 4), finding("look", 4)])
     page, text = Page(path), path.read_text()

@@ -236,9 +236,15 @@ class MultiTurn:
         if done or len(talk.turn_ends) == self.args.max_turns:
             talk.end(finished=True)
             return
-        tools = self._tools(talk.prompt)
-        ids = self.observer.ids(talk.ids[-1], observations, tools, **self._switches(talk.prompt))
-        if len(talk.ids) + len(ids) >= self.args.max_gen_len:  # no token would be left for the next turn
+        room = self.args.max_gen_len - len(talk.ids)
+        ids = self.observer.ids(
+            talk.ids[-1],
+            observations,
+            self._tools(talk.prompt),
+            room,
+            **self._switches(talk.prompt),
+        )
+        if len(ids) >= room:  # no token would be left for the next turn
             talk.end(finished=False)
             return
         talk.add_observation(ids)
@@ -325,7 +331,7 @@ def run_calls(episode: Episode, calls: Sequence[Call | BadCall]) -> list[Result]
     results = []
     for call in calls:
         message = {"role": "tool", "content": ""}
-        error: BadCall | BaseException | None = None
+        error: BadCall | Exception | None = None
         if isinstance(call, BadCall):
             error = call
         else:

@@ -14,6 +14,7 @@ import inspect
 import json
 import math
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,13 +22,14 @@ from functools import cached_property
 from inspect import Parameter
 from typing import Any
 
+import numpy as np
 from transformers.utils import get_json_schema
 
 from dataset.formats import Record, keys_found
 from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.weights import short_hash
-from trainer.environments.running import Stopped, Worker, awaited
+from trainer.environments.running import Stopped, Worker, as_exception, awaited
 from trainer.environments.tool_calls import CallError, as_unicode
 from trainer.user_code import Modules, code_of, contained, described, load_named, mistake, shown
 
@@ -78,18 +80,37 @@ class Episode:
     seed: int
     environment: object | None = None  # the user's object, once ``reset`` was called; None without --env
     worker: Worker = field(default_factory=Worker)
+    _drawn: Any = None  # the states of Python's and numpy's generators
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """In this block, what is drawn from the global generators of Python and numpy depends on the seed
+        alone, unless other jobs run at the same time."""
+        before = random.getstate(), np.random.get_state()
+        if self._drawn is None:
+            random.seed(self.seed)
+            np.random.seed(self.seed)
+        else:
+            random.setstate(self._drawn[0])
+            np.random.set_state(self._drawn[1])
+        try:
+            yield
+        finally:
+            self._drawn = random.getstate(), np.random.get_state()
+            random.setstate(before[0])
+            np.random.set_state(before[1])
 
     def reset(self) -> str | None:
         """Make the object and reset it -> the text for the prompt, if any. Raises InputError."""
         make = self.environments.make
         if make is None:
             return None
-        with in_one_line("--env"):
+        with in_one_line("--env"), self._own_randomness():
             self.environment = environment = make()
         reset = getattr(environment, "reset", None)
         if reset is None:
             return None
-        with in_one_line("--env: reset"):
+        with in_one_line("--env: reset"), self._own_randomness():
             given, named = self._for_reset()
             text = awaited(reset(*given, **named))
         if isinstance(text, tuple) and len(text) == 2 and isinstance(text[1], dict):  # gymnasium's
@@ -119,7 +140,7 @@ class Episode:
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool -> its result as text. Raises CallError if there is no such tool or it takes other
-        arguments, and whatever the tool raises."""
+        arguments, and whatever the tool raises, SystemExit as a RuntimeError."""
         functions = self.environments.functions
         methods = self.environments.methods
         if name not in (*functions, *methods):
@@ -129,12 +150,18 @@ class Episode:
             inspect.signature(tool).bind(**arguments)
         except TypeError as error:
             raise CallError(f"{name}: {error}") from error
-        return as_text(awaited(tool(**copy.deepcopy(arguments))))
+        try:
+            with self._own_randomness():
+                return as_text(awaited(tool(**copy.deepcopy(arguments))))
+        except (Exception, Stopped):
+            raise
+        except BaseException as error:
+            raise as_exception(error) from error
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Give a turn to the text game -> (observation, reward, done). Raises InputError."""
         environment: Any = self.environment
-        with in_one_line("--env: step"):
+        with in_one_line("--env: step"), self._own_randomness():
             returned = awaited(environment.step(text))
             match returned:
                 case (observation, reward, done) | (observation, reward, done, dict()):
@@ -156,7 +183,7 @@ class Episode:
         environment: Any = self.environment
         if not callable(getattr(environment, "get_reward", None)):
             return None
-        with in_one_line("--env: get_reward"):
+        with in_one_line("--env: get_reward"), self._own_randomness():
             reward = awaited(environment.get_reward())
         return None if reward is None else as_number("get_reward", reward)
 
@@ -190,7 +217,7 @@ def load_environments(env: str, tools: str | Sequence[str], modules: Modules | N
     if is_text_game and schemas:
         raise InputError(f"--tools: {env} has a step, as a text game, which has no tools; leave out --tools")
     has_reward = is_text_game or callable(getattr(probe, "get_reward", None))
-    if not schemas and not has_reward:
+    if not schemas and not has_reward and reset is None:
         raise InputError(
             f"--env {env}: {type(probe).__name__} has no public method: each tool is one, with a docstring "
             "and types, and a text game has step(self, text)"

@@ -30,30 +30,29 @@ from trainer.generation.stops import Endings
 
 TURN = 2 * MARK  # in the place of a sampled turn
 QUESTION = to_messages("question")  # in the place of what stands before it
+CHARACTERS = 8  # that a token may have before a text is tokenised as a whole, and not only its beginning
 BEHIND = "."  # a context for ``encode``: a text begins behind another one
 OTHER = "give another --prompt_template"
 
 
-def behind_turn(
+def around_turn(
     tokenizer: PreTrainedTokenizerBase,
     prompt: AnyPrompt,
     observations: Messages,
     tools: Tools,
     **switches: Any,
-) -> Marked:
-    """What the chat template writes behind a turn that answers ``prompt``: what ends it, the observations,
-    the beginning of the next turn. switches: of the template, as for thinking. Raises InputError for a
-    template that does not keep what stands before, or that refuses such a conversation."""
-    messages = to_messages(whole_answer(to_messages(prompt), "")[0])
-    turns = [*messages, {"role": "assistant", "content": TURN}, *observations]
-    # A thought that the template opens for a new turn may be missing in a turn of the past.
-    before = TEMPLATE_THOUGHT.sub("", render(tokenizer, messages, generate=True, tools=tools, **switches))
-    whole = render(tokenizer, turns, generate=True, tools=tools, **switches)
-    if whole.startswith(before):
-        _, found, text = whole[len(before) :].partition(TURN)
-        if found:
-            return text
-    raise InputError(f"the chat template rewrites what stands before, once more turns follow; {OTHER}")
+) -> tuple[Marked, Marked]:
+    """What the chat template writes before and behind a turn that answers ``prompt``. Behind it stand what
+    ends it, the observations, the beginning of the next turn. switches: of the template, as for thinking.
+    Raises InputError where the template refuses such a conversation."""
+    turns = [*asked(prompt), {"role": "assistant", "content": TURN}, *observations]
+    before, _, behind = render(tokenizer, turns, generate=True, tools=tools, **switches).partition(TURN)
+    return before, behind
+
+
+def asked(prompt: AnyPrompt) -> Messages:
+    """The messages of a prompt, without the beginning of an answer."""
+    return to_messages(whole_answer(to_messages(prompt), "")[0])
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ class Observer:
     def end_len(self) -> int:
         """The number of tokens with which the template ends a turn, up to an EOS. 0: it ends turns without
         one."""
-        text = behind_turn(self.tokenizer, QUESTION, [self.observation(TURN)], ())
-        (ids,) = encode(self.tokenizer, [text.partition(TURN)[0]], BEHIND)
+        _, behind = around_turn(self.tokenizer, QUESTION, [self.observation(TURN)], ())
+        (ids,) = encode(self.tokenizer, [behind.partition(TURN)[0]], BEHIND)
         return next((place + 1 for place, i in enumerate(ids) if i in self.endings.eos), 0)
 
     def observation(self, text: str) -> dict[str, str]:
@@ -78,7 +77,7 @@ class Observer:
 
     def check(self, prompt: AnyPrompt, tools: Tools, **switches: Any) -> None:
         """Raise InputError if conversations that begin with this prompt cannot go on over several turns with
-        this chat template. tools: of the prompt; switches: as in ``behind_turn``."""
+        this chat template. tools: of the prompt; switches: as in ``around_turn``."""
         flag = "--env" if self.role == "user" else "--tools, --env"
         if self.tokenizer.chat_template is None:
             raise InputError(f"{flag}: the tokenizer has no chat template; add --prompt_template")
@@ -87,10 +86,16 @@ class Observer:
         with as_input_error(f"{flag}: a response cannot go on over several turns"):
             once = [self.observation("0")]
             again = [*QUESTION, {"role": "assistant", "content": "1"}, *once]
-            texts = {
-                behind_turn(self.tokenizer, before, once, tools, **switches)
-                for before in (prompt, QUESTION, again)
-            }
+            texts = set()
+            for start in (prompt, QUESTION, again):
+                before, behind = around_turn(self.tokenizer, start, once, tools, **switches)
+                text = render(self.tokenizer, asked(start), generate=True, tools=tools, **switches)
+                # A thought that the template opens for a new turn may be missing in a turn of the past.
+                if not behind or not before.startswith(TEMPLATE_THOUGHT.sub("", text)):
+                    raise InputError(
+                        f"the chat template rewrites what stands before, once more turns follow; {OTHER}"
+                    )
+                texts.add(behind)
             if len(texts) > 1:
                 raise InputError(f"the chat template writes equal turns in different ways; {OTHER}")
             if not (self.end_len or self.endings.stops):
@@ -102,8 +107,12 @@ class Observer:
     def _ends(self):
         return " ".join(self.tokenizer.convert_ids_to_tokens(self.endings.eos))
 
-    def ids(self, last: int, observations: Messages, tools: Tools, **switches: Any) -> Ids:
-        """The ids behind a turn that has ended. last: its last id; the others: as in ``behind_turn``."""
-        text = behind_turn(self.tokenizer, QUESTION, observations, tools, **switches)
-        (ids,) = encode(self.tokenizer, [text], BEHIND)
+    def ids(self, last: int, observations: Messages, tools: Tools, room: int, **switches: Any) -> Ids:
+        """The ids behind a turn that has ended; only their beginning where they are far more than ``room``.
+        last: the last id of the turn; the others: as in ``around_turn``."""
+        _, text = around_turn(self.tokenizer, QUESTION, observations, tools, **switches)
+        enough = 2 * max(room, 256)  # the last tokens of a part may be others than those of the whole
+        (ids,) = encode(self.tokenizer, [text[: CHARACTERS * enough]], BEHIND)
+        if len(ids) <= enough and len(text) > CHARACTERS * enough:
+            (ids,) = encode(self.tokenizer, [text], BEHIND)
         return ids[self.end_len :] if last in self.endings.eos else ids

@@ -156,7 +156,9 @@ def run_all(
 
 def as_exception(error: BaseException) -> Exception:
     """SystemExit and its like end no run."""
-    return error if isinstance(error, Exception) else RuntimeError(described(error))
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(described(error)).with_traceback(error.__traceback__)
 
 
 # ---------------------------------------------------------------- async functions

@@ -111,7 +111,7 @@ def _read_tags(text: str, before: str) -> Turn:
     return Turn("".join(content).strip(), calls, "\n".join(filter(None, thoughts)))
 
 
-def _read_call(text: str, start: int) -> tuple[Sequence[Call | BadCall], int]:
+def _read_call(text: str, start: int) -> tuple[list[Call | BadCall], int]:
     """What stands behind <tool_call>, a call or a list of them -> (calls, the place behind </tool_call>)."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
@@ -135,7 +135,7 @@ def _no_number(name: str) -> float:
 JSON = json.JSONDecoder(parse_constant=_no_number)  # NaN, Infinity
 
 
-def _calls_of(value: Any) -> Sequence[Call | BadCall]:
+def _calls_of(value: Any) -> list[Call | BadCall]:
     """JSON -> calls, at least one."""
     values = value if isinstance(value, list) else [value]
     return [*map(_call_of, values)] or [BadCall(f"a call is empty; write {FORM}")]
@@ -183,9 +183,9 @@ def _read_by_template(
     end = tokenizer.eos_token or ""  # some templates close a call by it
     try:
         message: Any = tokenizer.parse_response(text + end, prefix=before, tools=[*tools])
-        calls = [call for value in message.get("tool_calls") or () for call in _calls_of(value)]
+        called = message.get("tool_calls")
     except Exception as error:  # whatever a text leads to in a parser of the model's
         return Turn(text, [BadCall(f"a call cannot be read: {described(error)[:200]}")], "")
     thoughts = [str(message[name]).strip() for name in THOUGHT_FIELDS if message.get(name)]
     content = str(message.get("content") or "").removesuffix(end).strip()
-    return Turn(content, calls, "\n".join(thoughts))
+    return Turn(content, _calls_of(called) if called else [], "\n".join(thoughts))
