@@ -88,7 +88,7 @@ POINTS = 10  # evaluations of a run, besides the one at its start
 SEEDS = (0, 1, 2)
 # In both kinds of game: what all trainers get.
 SIZES = {
-    "batch_size": 128, "mini_batch_size": 32, "ppo_epochs": 1, "max_steps": 200, "kl_coef": 0,
+    "batch_size": 128, "mini_batch_size": 32, "ppo_epochs": 2, "max_steps": 100, "kl_coef": 0.05,
     "missing_eos_penalty": 0, "reasoning": 0,
 }  # fmt: skip
 TEXT = {"env": f"{GAME}:Guess", "max_turns": TURNS, "max_gen_len": 16}
@@ -108,8 +108,8 @@ NAMES = {
     "trl": "TRL's GRPO",
 }  # fmt: skip
 # Of actor and critic, tried with the first seed
-RATES_TRIED = {name: [[1e-3], [2e-3]] for name in WHO}
-RATES_TRIED |= {name: [[1e-3, 2e-3], [2e-3, 2e-3]] for name in ("our_gae", "our_gae_tool")}
+RATES_TRIED = {name: [[5e-4], [1e-3]] for name in WHO}
+RATES_TRIED |= {name: [[5e-4, 2e-3], [1e-3, 2e-3]] for name in ("our_gae", "our_gae_tool")}
 GOAL = 0.95  # a share of the optimum
 
 
@@ -342,7 +342,7 @@ def run_trl(request: dict[str, Any], out: Path) -> list[dict[str, float]]:
             curve.measure(judge, model, 0)
 
         def on_step_end(self, _, state, *rest, **kwargs):
-            batches, within = divmod(state.global_step, per_batch)
+            batches, within = divmod(state.global_step, per_batch * flags["ppo_epochs"])
             if not within and batches % flags["eval_interval"] == 0:
                 curve.measure(judge, model, batches * flags["batch_size"])
 
@@ -350,7 +350,8 @@ def run_trl(request: dict[str, Any], out: Path) -> list[dict[str, float]]:
         output_dir=str(out),
         per_device_train_batch_size=flags["mini_batch_size"],
         steps_per_generation=per_batch,
-        max_steps=flags["max_steps"] * per_batch,
+        num_iterations=flags["ppo_epochs"],
+        max_steps=flags["max_steps"] * per_batch * flags["ppo_epochs"],
         num_generations=FOUR["num_generations"],
         max_completion_length=flags["max_gen_len"],
         max_tool_calling_iterations=TURNS,
