@@ -88,7 +88,7 @@ POINTS = 10  # evaluations of a run, besides the one at its start
 SEEDS = (0, 1, 2)
 # In both kinds of game: what all trainers get.
 SIZES = {
-    "batch_size": 128, "mini_batch_size": 32, "ppo_epochs": 2, "max_steps": 100, "kl_coef": 0.05,
+    "batch_size": 128, "mini_batch_size": 32, "ppo_epochs": 2, "max_steps": 100, "kl_coef": 0.03,
     "missing_eos_penalty": 0, "reasoning": 0,
 }  # fmt: skip
 TEXT = {"env": f"{GAME}:Guess", "max_turns": TURNS, "max_gen_len": 16}
