@@ -60,6 +60,7 @@ SWITCHES = ("enable_thinking", "open_thinking")  # of thinking: Qwen3's, MiniMin
 # Number of a record -> the template's arguments for its prompt: a share of them thinks, drawn by the seed
 Thinking = Callable[[int], dict[str, bool]]
 TEMPLATE_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")  # opened, or closed as well, in a prompt
+EMPTY_THOUGHT = re.compile(r"\A<think>\s*</think>\s*")
 Ids = list[int]  # of tokens
 Turn = dict[str, Any]  # a message as the chat template gets it
 MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
@@ -352,14 +353,17 @@ def learned_pieces(
     messages = conversation(prompt, answer)
     full = render(tokenizer, messages, tools=tools)
     pieces = []
-    done = 0  # characters of the text that the pieces have
+    done = ""  # the text up to here, as the template writes it once more turns follow
     for k, message in enumerate(messages):
         if message["role"] != "assistant" or k == 0:
             continue
         context = render(tokenizer, messages[:k], generate=True, tools=tools)
         turns = render(tokenizer, messages[: k + 1], tools=tools)
+        later = turns
+        if not full.startswith(turns) and not any(turn["role"] == "user" for turn in messages[k:]):
+            later = without_empty_thought(turns)
         # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
-        if full.startswith(turns) and turns.startswith(context) and len(context) > done:
+        if full.startswith(later) and turns.startswith(context) and context.startswith(done):
             turn_text = turns[len(context) :]
             is_learned = TurnText.of(message["content"]).weight != 0
             if is_learned and not is_complete(tokenizer, message, turn_text):
@@ -367,9 +371,9 @@ def learned_pieces(
                     "the chat template changes the answer or leaves out a part, such as a thought, so it is "
                     "not learned; give another --prompt_template, or take thoughts out of the records"
                 )
-            pieces += [(context[done:], False), (turn_text, is_learned)]
-            done = len(turns)
-    if not pieces or done < len(full):
+            pieces += [(context[len(done) :], False), (turn_text, is_learned)]
+            done = later
+    if not pieces or done != full:
         raise InputError("this chat template cannot be split into prompt and answer for training")
     if beginning := begun(prompt):
         (context, _), (turn_text, _) = pieces[-2:]
@@ -379,6 +383,14 @@ def learned_pieces(
         context = continued(context, mark_special(tokenizer, beginning))
         pieces[-2:] = [(context, False), (mark_special(tokenizer, answer).rstrip() + end, learned)]
     return pieces
+
+
+def without_empty_thought(turns: Marked) -> Marked:
+    """A text without the last thought in it, if that is empty. Qwen3's template writes one into the last turn
+    only, so one that calls a tool loses it once the result follows. A policy that is sampled keeps what it
+    wrote, and so does its demonstration."""
+    start = turns.rfind("<think>")
+    return turns[:start] + EMPTY_THOUGHT.sub("", turns[start:]) if start >= 0 else turns
 
 
 def is_complete(tokenizer: PreTrainedTokenizerBase, message: dict[str, str], turn_text: str) -> bool:

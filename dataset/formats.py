@@ -420,6 +420,24 @@ def tools_of(record: Record) -> Tools:
     return [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
 
 
+def tool_name(tool: Record) -> str:
+    """The name of a tool as ``tools_of`` gives it, "" without one."""
+    match tool:
+        case {"function": {"name": str(name)}}:
+            return name
+    return ""
+
+
+def without_calls(record: Record, prompt: AnyPrompt) -> AnyPrompt:
+    """The prompt of a record without the calls and results at its end: the policy makes its own, and they are
+    run. What a record has under "prompt" stays as it is."""
+    turns = to_messages(prompt)
+    users = [place for place, turn in enumerate(turns) if turn["role"] == "user"]
+    if turns[-1]["role"] != "tool" or not users or _question(record) == record.get("prompt"):
+        return prompt
+    return turns[: users[-1] + 1]
+
+
 def _from_json(value: Any) -> Any:
     """What a text has as JSON; anything else as it is."""
     with suppress(ValueError, TypeError):

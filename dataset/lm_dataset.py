@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -55,7 +55,9 @@ from dataset.formats import (
     to_pair,
     to_prompt,
     to_rated,
+    tool_name,
     tools_of,
+    without_calls,
 )
 from dataset.record_files import located, open_records
 from errors import InputError
@@ -63,6 +65,8 @@ from progress_bar import phase
 
 READ_WHOLE = 100_000  # files of up to this many records are read whole at the start: 10 to 20 seconds
 SAMPLE = 1_000  # records of a larger file that are read at the start, evenly spaced
+NAMES = 5  # of tools that a line at the start shows
+LISTED = re.compile(r"<tools>\s*(\[\s*)?\{")  # a list of tools in the text of a system turn (Hermes)
 RENDERED = re.compile(r"\s*(<\|\w+\|>|<start_of_turn>|\[INST\])")  # how texts of chat templates begin
 CHOSEN, REJECTED = 1.0, -1.0  # the scores of a pair's answers in offline PPO (HALOs, arXiv:2402.01306)
 
@@ -82,6 +86,8 @@ class RecordDataset(Generic[Item], ABC):
     max_length: int
     system_prompt: str = ""
     keys: Keys = BY_FORM  # those that the user named
+    _: KW_ONLY
+    tools: Tools = ()  # of --tools or --env, which are run; shown where a record lists none
 
     limits = "--max_seq_len"  # the flags that say how long an item may be
     shows_tools = True  # to the model that reads the items
@@ -91,6 +97,7 @@ class RecordDataset(Generic[Item], ABC):
         self.records = open_records(self.path)
         self.columns: dict[str, None] = {}
         self.noted: set[str] = set()  # what is to be said of the records that have been read
+        self.unknown_tools: dict[str, None] = {}  # that records list, and ``tools`` does not
         with located(self.records, 0):
             first = named(self.records[0], self.keys)
         self.pairs = is_pair(first) or "score" not in first  # and not rated answers
@@ -158,11 +165,19 @@ class RecordDataset(Generic[Item], ABC):
         sides, number = to_pair(record) if self.pairs else to_rated(record)
         return [(add_system(prompt, self.system_prompt), answer) for prompt, answer in sides], number
 
-    def tools(self, record: Record, prompt: AnyPrompt) -> Tools:
-        """The tools of a record as ``fields`` gives it; its prompt is noted as well. Raises InputError."""
-        tools = tools_of(record)
+    def tools_for(self, record: Record, prompt: AnyPrompt) -> Tools:
+        """The tools that the chat template writes into a prompt: those that the record, as ``fields`` gives
+        it, lists, else those of the flags; none where a system turn's text has the list already. What is to
+        be said of the prompt is noted. Raises InputError."""
+        listed = tools_of(record)
         turns = to_messages(prompt)
-        if tools or any(turn["role"] == "tool" for turn in turns):
+        is_written = any(turn["role"] == "system" and LISTED.search(turn["content"]) for turn in turns)
+        if self.tools:
+            known = {tool_name(tool) for tool in self.tools}
+            self.unknown_tools |= {name: None for name in map(tool_name, listed) if name not in known}
+            if listed or is_written:
+                self.noted.add("records list tools: these are shown, and not those of --tools or --env")
+        elif listed or any(turn["role"] == "tool" for turn in turns):
             shown = self.shows_tools and is_read(self.tokenizer, "tools")
             lists = "shown as the chat template writes them" if shown else "left out"
             self.noted.add(f"no tool is run; lists of tools are {lists}")
@@ -171,11 +186,16 @@ class RecordDataset(Generic[Item], ABC):
                 "turns begin with marks of a chat template, such as <|im_start|> or [INST], which stay text; "
                 "give messages in their place, or the template with --prompt_template"
             )
-        return tools
+        return () if is_written else listed or self.tools
 
     def notes(self) -> list[str]:
         """What is to be said of the records that were read at the start."""
         notes = sorted(self.noted)
+        if self.unknown_tools:
+            names = ", ".join([*islice(self.unknown_tools, NAMES)])
+            more = len(self.unknown_tools) - NAMES
+            names += f" and {more} more" * (more > 0)
+            notes.append(f"tools that records list and no flag has, so that calls get an error: {names}")
         if self.records.left_out:
             notes.append(f"by name or kind not of its split train and not read: {self.records.left_out}")
         return notes
@@ -238,7 +258,8 @@ def _hashed(prompt: "Prompt") -> Record:
 class Prompt:
     """One prompt. ``index``: the number of its record. ``answer``: for evaluation and reward functions; its
     text is never trained on. ``prompt_ids``: token ids up to the assistant's turn, ``text``: the same as
-    text. ``record``: the record as the file has it, for reward functions. ``tools``: those of the record."""
+    text. ``record``: the record as the file has it, for reward functions. ``tools``: those that the chat
+    template was given."""
 
     index: int
     prompt: AnyPrompt  # reward models apply their own templates
@@ -282,8 +303,10 @@ class RLAIFDataset(RecordDataset[Prompt]):
     def item(self, i: int, record: Record) -> Prompt:
         fields = self.fields(record)
         prompt, answer = to_prompt(fields)
+        if self.tools:
+            prompt = without_calls(fields, prompt)
         prompt = add_system(prompt, self.system_prompt)
-        tools = self.tools(fields, prompt)
+        tools = self.tools_for(fields, prompt)
         switches = self.thinking(i) if self.thinking else {}
         text = prompt_text(self.tokenizer, prompt, tools, **switches)
         return Prompt(
@@ -328,7 +351,7 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
                 self.noted.add(f'"{name}" beside an answer is not learned; <think>…</think> in the answer is')
         prompt, answer = to_demonstration(fields)
         prompt = prompt and add_system(prompt, self.system_prompt)
-        pieces = learned_pieces(tokenizer, prompt, answer, self.tools(fields, prompt or ""))
+        pieces = learned_pieces(tokenizer, prompt, answer, self.tools_for(fields, prompt or ""))
         if prompt and tokenizer.chat_template and self.ends is None:
             roles = [turn["role"] for turn in to_messages(prompt)]
             spoken = roles.count("assistant") + (not begun(prompt))  # a beginning and its answer are one
@@ -394,7 +417,7 @@ class PreferenceDataset(RecordDataset[Labelled]):
     def item(self, i: int, record: Record) -> Labelled:
         record = self.fields(record)
         sides, number = self.exchanges(record)
-        self.tools(record, sides[0][0])
+        self.tools_for(record, sides[0][0])
         rows = conversation_ids(self.tokenizer, sides)
         if not all(rows):
             raise InputError("prompt and answer have no tokens; fill them in or delete the line")
@@ -434,7 +457,7 @@ class LoggedRecords(RecordDataset[Item]):
         if self.pairs:
             score = (CHOSEN, REJECTED)[side]
         prompt, response = sides[side]
-        tools = self.tools(fields, prompt)
+        tools = self.tools_for(fields, prompt)
         *pieces, (reply, _) = learned_pieces(self.tokenizer, prompt, response, tools)
         context = "".join(text for text, _ in pieces)
         ids = self.ids(reply, context)

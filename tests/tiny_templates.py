@@ -64,8 +64,12 @@ QWEN3 = LATER + QWEN.replace(
     + PAST,
 )
 QWEN3 += "{% if add_generation_prompt and enable_thinking is false %}{{ '" + EMPTY + "' }}{% endif %}"
-# MiniMind 3: the header opens a thought, or closes it as well.
-MINIMIND3 = QWEN.removesuffix(HEADER) + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+# MiniMind 3: each turn of the assistant's has a thought; the header opens one, or closes it as well.
+MINIMIND3 = QWEN.removesuffix(HEADER).replace(
+    "'<|im_start|>assistant\\n' + m.content }}",
+    "'<|im_start|>assistant\\n<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' + m.content }}",
+)
+MINIMIND3 += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
 MINIMIND3 += "{{ '<think>\\n' if open_thinking else '" + EMPTY + "' }}{% endif %}"
 HERMES = LISTED + START + "{% if m.role == 'tool' %}"
 HERMES += "{% if loop.previtem.role != 'tool' %}{{ '<|im_start|>tool\\n' }}{% endif %}"

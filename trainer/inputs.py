@@ -30,6 +30,7 @@ from dataset.formats import (
     BY_FORM,
     Keys,
     Record,
+    Tools,
     is_pair,
     named,
     to_demonstration,
@@ -425,16 +426,20 @@ def check_files(args: Flags) -> None:
 
 
 def read_prompts(
-    args: Flags, tokenizer: PreTrainedTokenizerBase
+    args: Flags, tokenizer: PreTrainedTokenizerBase, tools: Tools = ()
 ) -> tuple[RLAIFDataset | None, RLAIFDataset | None]:
-    """-> (the prompts of --data_path, those of an evaluation), None for a flag that is not given. Raises
-    InputError for a wrong file or record, or a template that refuses one."""
+    """-> (the prompts of --data_path, those of an evaluation), None for a flag that is not given. tools: the
+    schemas of those that are run. Raises InputError for a wrong file or record, or a template that refuses
+    one."""
     thinking = load_thinking(tokenizer, args.thinking_ratio, args.seed)
 
     def read(path: str) -> RLAIFDataset | None:
         if not path:
             return None
-        return RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, Keys.of(args), thinking)
+        keys = Keys.of(args)
+        return RLAIFDataset(
+            path, tokenizer, args.max_seq_len, args.system_prompt, keys, thinking, tools=tools
+        )
 
     return read(args.data_path), read(args.eval_data_path)
 

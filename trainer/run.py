@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import learned_pieces
+from dataset.formats import Tools
 from dataset.lm_dataset import LoggedAnswers, LoggedPairs, Prompt, RLAIFDataset, local_positions
 from errors import InputError
 from model.loading import embeddings, is_moe, load_policy
@@ -122,7 +123,7 @@ class PpoRun(Run):
             if world.is_main:
                 check_resume(self)
             start.part("data")
-            prompts, self.held_out = read_prompts(self.args, self.tokenizer)
+            prompts, self.held_out = read_prompts(self.args, self.tokenizer, self.tools())
             if prompts:
                 self._use_data(prompts, functions, eval_functions)
         start.part("models")
@@ -194,7 +195,7 @@ class PpoRun(Run):
         args.freeze()
         # Those of this process' rows in the global batch.
         self.positions = local_positions(args.batch_size, world.rank, world.size, args.num_generations)
-        self.demonstrations = load_demonstrations(args, self.tokenizer, actor)
+        self.demonstrations = load_demonstrations(args, self.tokenizer, actor, self.tools())
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, actor)
         sizes = {"actor": ModelSizes(actor, self.dtype)}
         if critic:
@@ -254,12 +255,23 @@ class PpoRun(Run):
             world, self.train_states, self.loss_scale, self.progress, args.grad_clip, self.shard_group
         )
 
+    def tools(self) -> Tools:
+        """The schemas of the tools that are run, with --env or --tools."""
+        return self.environments.schemas if self.environments else ()
+
     def _turns(self) -> MultiTurn | None:
         """What makes several turns of a response, None without --env and --tools. Raises InputError for a
         chat template that cannot go on behind a turn."""
         if not (self.environments and isinstance(self.data, RLAIFDataset)):
             return None
-        turns = MultiTurn(self.environments, self.tokenizer, self.endings, self.data.thinking, self.args)
+        turns = MultiTurn(
+            self.environments,
+            self.tokenizer,
+            self.endings,
+            thinking=self.data.thinking,
+            args=self.args,
+            longest_prompt=self.sampler_limits.max_seq_len - self.args.max_gen_len,
+        )
         turns.check(self.data[0])
         return turns
 

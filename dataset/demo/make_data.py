@@ -26,9 +26,10 @@ each.
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -303,28 +304,33 @@ def preferences(rng: Random, problems: list[Problem], noise: float) -> Iterator[
         yield {"prompt": question(rng, problem), "chosen": chosen, "rejected": rejected}
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
-    """Train on texts -> a transformers tokenizer with the demo's tags and chat template."""
+def build_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int = 512,
+    tags: Sequence[str] = TAGS,
+    chat_template: str = CHAT_TEMPLATE,
+) -> PreTrainedTokenizerFast:
+    """Train on texts -> a transformers tokenizer with these tags, each a token, and a chat template."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(TAGS),
+        vocab_size=vocab_size - len(tags),
         special_tokens=[PAD, START, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
     # Not special: decode(skip_special_tokens=True) must keep the tags that the policy writes.
-    bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token=PAD,
         bos_token=START,
         eos_token=END,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=256,
     )
@@ -341,7 +347,7 @@ def corpus(demonstrations: Iterable[dict[str, str]]) -> Iterator[str]:
         yield answer
 
 
-def write(path: Path, records: Iterable[dict[str, str]]) -> None:
+def write(path: Path, records: Iterable[dict[str, Any]]) -> None:
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         for record in records:
             file.write(json.dumps(record) + "\n")

@@ -7,9 +7,20 @@ import pickle
 
 import pytest
 import tiny
-from tiny_templates import ALL, CHANNELS, LLAMA, PHI, QWEN, READS, START, with_template
+from tiny_templates import (
+    ALL,
+    CHANNELS,
+    LLAMA,
+    MINIMIND3,
+    PHI,
+    QWEN,
+    QWEN3,
+    READS,
+    START,
+    with_template,
+)
 
-from dataset.chat_template import conversation_text, unmark
+from dataset.chat_template import conversation_text, set_template_kwargs, unmark
 from dataset.formats import Keys, to_pair, to_prompt
 from dataset.lm_dataset import LoggedAnswers, PreferenceDataset, RLAIFDataset, SFTDataset
 
@@ -161,6 +172,34 @@ def test_several_results_in_a_row_and_a_call_at_the_end(chat, jsonl):
     assert prompt.text == rendered(tokenizer, two[:-1], add_generation_prompt=True) and prompt.answer is None
 
 
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+def test_a_call_is_learned_where_the_template_drops_its_empty_thought_later(chat, jsonl):
+    """As the policy has sampled it, with what it has read: nothing of it is written again."""
+    turns = [U, CALLED, RESULT, RESULT, CALLED, RESULT, A]
+    words = [f"{WORDS}<|im_end|>", f"{WORDS}<|im_end|>", "It is 5.<|im_end|>"]
+    for template, kwargs, said in (
+        (QWEN3, "{}", "".join(NO_THOUGHT + text for text in words)),
+        (QWEN3, '{"enable_thinking": false}', "".join(words)),
+        (MINIMIND3, "{}", "".join(words)),
+    ):
+        tokenizer = with_template(chat, template)
+        set_template_kwargs(tokenizer, kwargs)
+        data = SFTDataset(jsonl({"messages": turns}), tokenizer, 2000)
+        assert learned(tokenizer, data[0])[0] == said and data.notes() == [SHOWN]
+        assert tokenizer.decode(data[0][0]).count(NO_THOUGHT) == 3
+    thoughts = [CALLED | {"reasoning_content": "so"}, A | {"reasoning_content": "thus"}]
+    tokenizer = with_template(chat, QWEN3)
+    (item,) = SFTDataset(jsonl({"messages": [U, thoughts[0], RESULT, thoughts[1]]}), tokenizer, 2000)
+    said = f"<think>\nso\n</think>\n\n\n{WORDS}<|im_end|><think>\nthus\n</think>\n\nIt is 5.<|im_end|>"
+    assert learned(tokenizer, item)[0] == said
+    # An earlier question's answers have lost their thoughts where the next one is asked.
+    data = SFTDataset(jsonl({"messages": [*TALK, *TALK]}), tokenizer, 2000)
+    assert any("context only: 2" in note for note in data.notes())
+    assert learned(tokenizer, data[0])[0] == f"{NO_THOUGHT}{words[0]}{NO_THOUGHT}{words[2]}"
+
+
 def test_what_a_template_leaves_out_is_refused_in_every_stage(chat, jsonl):
     says = r"jsonl:1: the chat template leaves out calls or results of tools; .*--prompt_template"
     drops = QWEN.replace("c.function.name", "'f'")
@@ -215,6 +254,95 @@ def test_pairs_and_logged_answers(chat, jsonl):
     for item, turns in zip(both, ([U, CALLED], TALK), strict=True):
         whole = tokenizer.decode(item.prompt_ids + item.response_ids) + "\n"
         assert (whole, item.tools) == (rendered(tokenizer, turns, tools=[TOOL]), [TOOL])
+
+
+# ---------------------------------------------------------------- with --tools or --env
+
+ADD = {"type": "function", "function": FUNCTION | {"name": "add"}}
+IN_PLACE = "records list tools: these are shown, and not those of --tools or --env"
+UNKNOWN = "tools that records list and no flag has, so that calls get an error: sum"
+
+
+def test_a_record_without_tools_is_shown_those_of_the_flags_and_they_count(chat, jsonl):
+    tokenizer = with_template(chat, QWEN)
+    path = jsonl({"prompt": [U]}, {"prompt": [U], "tools": []})
+    data = RLAIFDataset(path, tokenizer, 2000, tools=[ADD])
+    for prompt in data:
+        assert prompt.text == rendered(tokenizer, [U], tools=[ADD], add_generation_prompt=True)
+        assert prompt.tools == [ADD]
+    assert data.notes() == []
+    length = len(data[0].prompt_ids)
+    assert data.longest == length > RLAIFDataset(path, tokenizer, 2000).longest
+    tiny.refused("every record is longer", RLAIFDataset, path, tokenizer, length - 1, tools=[ADD])
+    assert data.fingerprint != RLAIFDataset(path, tokenizer, 2000, tools=[TOOL]).fingerprint
+    path = jsonl({"messages": TALK})
+    (item,) = SFTDataset(path, tokenizer, 2000, tools=[ADD])
+    assert tokenizer.decode(item[0]) == rendered(tokenizer, TALK, tools=[ADD])
+
+
+def test_a_record_keeps_its_own_tools_and_those_that_cannot_be_run_are_named(chat, jsonl):
+    tokenizer = with_template(chat, QWEN)
+    for name, (record, _) in LISTS.items():
+        for tools, notes in (([ADD], [IN_PLACE, UNKNOWN]), ([ADD, TOOL], [IN_PLACE])):
+            data = RLAIFDataset(jsonl(record), tokenizer, 2000, tools=tools)
+            assert (data[0].tools, data.notes()) == ([TOOL], notes), name
+    functions = [FUNCTION | {"name": f"f{i}"} for i in range(8)]
+    data = RLAIFDataset(jsonl({"prompt": [U], "tools": functions}), tokenizer, 2000, tools=[ADD])
+    assert data.notes()[1].endswith("error: f0, f1, f2, f3, f4 and 3 more")
+
+
+SYSTEM = "You call functions. The signatures are within <tools> </tools>: <tools> [{}] </tools>"
+HERMES_FILE = {  # a line of Hermes' files: the list as a column, and in the text of the system turn
+    "id": "1",
+    "conversations": [
+        {"from": "system", "value": SYSTEM.format(TOOL)},
+        {"from": "human", "value": "2 + 3?"},
+        {"from": "gpt", "value": WORDS},
+        {"from": "tool", "value": "<tool_response>\n5\n</tool_response>"},
+        {"from": "gpt", "value": "It is 5."},
+    ],
+    "tools": json.dumps([TOOL]),
+    "category": "Sums",
+}
+MINIMIND_FILE = {  # a line of agent_rl.jsonl
+    "conversations": [
+        {"role": "system", "content": "Be short.", "tools": json.dumps([TOOL])},
+        U,
+        A,
+        tiny.user("2 + 3?"),
+        tiny.assistant(""),
+    ],
+    "gt": ["5"],
+}
+
+
+def test_lines_of_hermes_and_minimind_are_prompts_that_end_behind_a_user_turn(chat, jsonl):
+    tokenizer = with_template(chat, QWEN)
+    told = {"role": "system", "content": SYSTEM.format(TOOL)}
+    (prompt,) = RLAIFDataset(jsonl(HERMES_FILE), tokenizer, 2000, tools=[TOOL])
+    assert (prompt.prompt, prompt.tools, prompt.answer) == ([told, U], (), "It is 5.")
+    assert prompt.text == rendered(tokenizer, [told, U], add_generation_prompt=True)  # the list once
+    without = RLAIFDataset(jsonl(HERMES_FILE), tokenizer, 2000)[0]
+    assert without.prompt[2:] == [tiny.assistant(WORDS), HERMES[2]]  # nothing is run
+    data = RLAIFDataset(jsonl(MINIMIND_FILE), tokenizer, 2000, tools=[TOOL])
+    turns = [{"role": "system", "content": "Be short."}, U, A, U]
+    assert (data[0].prompt, data[0].tools, data[0].answer) == (turns, [TOOL], "5")
+    assert data[0].text == rendered(tokenizer, turns, tools=[TOOL], add_generation_prompt=True)
+
+
+def test_calls_and_results_stay_where_the_user_has_written_them_under_prompt(chat, jsonl):
+    tokenizer = with_template(chat, QWEN)
+    given = [U, CALLED, RESULT]
+    for record, kept in (
+        ({"prompt": given}, 3),
+        ({"prompt": given, "answer": "5"}, 3),
+        ({"messages": given}, 1),
+        ({"messages": TALK}, 1),
+        ({"messages": [*TALK, U, CALLED, RESULT, RESULT, A]}, 5),
+        ({"messages": [*TALK, U]}, 5),
+    ):
+        (prompt,) = RLAIFDataset(jsonl(record), tokenizer, 2000, tools=[TOOL])
+        assert len(prompt.prompt) == kept
 
 
 # ---------------------------------------------------------------- thoughts

@@ -28,7 +28,7 @@ class Game:
     def step(self, text):
         self.heard.append(text)
         self.left -= 1
-        return f"heard {len(self.heard)}", 0.25, self.left == 0
+        return f"heard {len(self.heard)}", 0.25 * len(self.heard), self.left == 0
 """
 TOOLS = """
 import time
@@ -86,19 +86,21 @@ def make(tmp_path, chat):
         tokenizer = with_template(chat, template)
         end = tokenizer.eos_token_id
         stop_strings = StopStrings([*stops], tokenizer) if stops else None
-        values = {"max_seq_len": 2000, "max_gen_len": 1000, "max_turns": 8, "reward_timeout": 5.0, **flags}
+        values = {"max_gen_len": 1000, "max_turns": 8, "reward_timeout": 5.0, **flags}
         return MultiTurn(
             environments=load_environments(f"{path}:{name}", []),
             tokenizer=tokenizer,
             endings=Endings([end], stop_strings, Forbidden(1, (end,))),
             thinking=thinking,
             args=Namespace(**values),
+            longest_prompt=2000,
         )
 
     return turns_of
 
 
 def prompt_of(turns, prompt="What is two?", index=0, tools=(), **record):
+    tools = tools or turns.environments.schemas
     text = prompt_text(turns.tokenizer, prompt, tools, **turns._switches(Namespace(index=index)))
     (ids,) = encode(turns.tokenizer, [text])
     return Prompt(index, prompt, None, ids, record, unmark(text), tools=tools)
@@ -147,7 +149,7 @@ def test_a_game_token_by_token(make):
     rows = [[*two, end, *between[0], *two, *two, end, *between[1], end], [*ids_of("4"), end]]
     mask = [1, 1, *[0] * len(between[0]), 1, 1, 1, *[0] * len(between[1]), 1]
     logprobs = [-1, -2, *[0] * len(between[0]), -1, -2, -3, *[0] * len(between[1]), -1]
-    rewards = [0, 0.25, *[0] * len(between[0]), 0, 0, 0.25, *[0] * len(between[1]), 0.25]
+    rewards = [0, 0.25, *[0] * len(between[0]), 0, 0, 0.5, *[0] * len(between[1]), 0.75]
     width = len(mask)
     assert batch.responses() == rows
     assert batch.is_action.dtype == torch.bool
@@ -162,7 +164,7 @@ def test_a_game_token_by_token(make):
     long, short = batch.dialogues
     user, assistant = tiny.user, tiny.assistant
     assert long.messages == [assistant("2"), user("heard 1"), assistant("22"), user("heard 2"), assistant("")]
-    assert (long.score, long.turns, long.observation_tokens) == (0.75, 3, sum(map(len, between)))
+    assert (long.score, long.turns, long.observation_tokens) == (1.5, 3, sum(map(len, between)))
     assert (short.score, short.turns, short.observation_tokens, short.hung) == (0.25, 1, 0, False)
     assert short.messages == [assistant("4")] and short.environment is talks[1].episode.environment
 
@@ -187,6 +189,7 @@ def test_calls_of_a_turn_and_their_results(make):
     assert [message["role"] for message in found] == ["tool", "tool", "assistant", *["tool"] * 5]
     assert found[0] == {"role": "tool", "content": "3", "name": "add"}
     answers = [message["content"] for message in found[3:]]
+    assert [message["name"] for message in found[3:]] == ["unknown", "fail", "fly", "add", "add"]
     assert answers[4] == "4" and "no luck" in answers[1] and "fly" in answers[2] and "b" in answers[3]
     assert all("error" in json.loads(answer) for answer in answers[:4])
     assert plain_messages([first, last]) == [
@@ -443,10 +446,10 @@ def test_a_record_brings_its_own_tools(make):
 def test_a_prompt_that_gets_too_long_is_refused(make):
     turns = make(GAME)
     length = len(begin(turns)[0].prompt.prompt_ids)
-    turns.args.max_seq_len = length
+    turns.longest_prompt = length
     begin(turns)
-    turns.args.max_seq_len = length - 1
-    says = f"--max_seq_len {length - 1}: the prompt of record 5 has {length} tokens with its tools and what"
+    turns.longest_prompt = length - 1
+    says = f"the prompt of record 5 has {length} tokens with what reset adds, and there is room for {length - 1};"
     tiny.refused(says, begin, turns, prompt_of(turns, index=4))
 
 
@@ -461,7 +464,8 @@ def test_the_switches_of_thinking_are_those_of_the_record(make):
 
 
 def test_the_check_is_that_of_the_template(make):
-    tiny.refused("does not show tools", make(TOOLS).check, prompt_of(make(GAME)))
+    tools = make(TOOLS)
+    tiny.refused("does not show tools", tools.check, prompt_of(tools))
     for turns in (make(TOOLS, QWEN), make(GAME)):
         turns.check(prompt_of(turns))
     turns = make(

@@ -33,7 +33,7 @@ from errors import InputError
 from trainer.compute.batch import Batch, Dialogue, new_batch
 from trainer.compute.batching import Device, pad_right, send
 from trainer.environments.environment import Environments, Episode
-from trainer.environments.observations import Observer
+from trainer.environments.observations import Observer, tool_message
 from trainer.environments.running import Hung, run_all
 from trainer.environments.tool_calls import BadCall, Call, error_result, read_turn
 from trainer.generation.stops import Endings, decode, response_text
@@ -44,8 +44,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OpenedPrompt(Prompt):
-    """A prompt with what ``reset`` adds to it, or with the tools of the flags. ``original``: as the dataset
-    has it. A prompt that is sampled again is opened again from there."""
+    """A prompt with what ``reset`` adds to it. ``original``: as the dataset has it. A prompt that is sampled
+    again is opened again from there."""
 
     original: Prompt
 
@@ -108,7 +108,8 @@ class MultiTurn:
     tokenizer: PreTrainedTokenizerBase
     endings: Endings
     thinking: Thinking | None  # of the dataset
-    args: Namespace  # max_seq_len, max_gen_len, max_turns, reward_timeout
+    args: Namespace  # max_gen_len, max_turns, reward_timeout
+    longest_prompt: int  # tokens for which there is room
 
     @cached_property
     def observer(self) -> Observer:
@@ -118,10 +119,7 @@ class MultiTurn:
 
     def check(self, prompt: Prompt) -> None:
         """Raise InputError where the chat template cannot go on behind a turn (``Observer.check``)."""
-        self.observer.check(prompt.prompt, self._tools(prompt), **self._switches(prompt))
-
-    def _tools(self, prompt):
-        return prompt.tools or self.environments.schemas
+        self.observer.check(prompt.prompt, prompt.tools, **self._switches(prompt))
 
     def _switches(self, prompt):
         return self.thinking(prompt.index) if self.thinking else {}
@@ -130,7 +128,7 @@ class MultiTurn:
 
     def begin(self, prompts: Sequence[Prompt], keys: Tensor) -> list[Conversation]:
         """Prompts -> conversations without a turn, reset. keys [B]: of ``noise_keys``; they seed ``reset``.
-        Raises InputError if reset raises an exception, or the prompt gets longer than --max_seq_len."""
+        Raises InputError if reset raises an exception, or if the prompt gets too long."""
         originals = [p.original if isinstance(p, OpenedPrompt) else p for p in prompts]
         seeds = [key % 2**SEED_BITS for key in keys.tolist()]
         episodes = [self.environments.begin(p.record, seed) for p, seed in zip(originals, seeds, strict=True)]
@@ -150,17 +148,16 @@ class MultiTurn:
         return run_all(jobs, self.args.reward_timeout, workers)
 
     def _opened(self, prompt: Prompt, text: str) -> Prompt:
-        """The prompt with ``text`` at the end of its last user turn, and with tools."""
-        tools = self._tools(prompt)
-        if not text and list(tools) == list(prompt.tools):
+        """The prompt with ``text`` at the end of its last user turn."""
+        if not text:
             return prompt
         asked = with_added(prompt.prompt, text)
-        written = prompt_text(self.tokenizer, asked, tools, **self._switches(prompt))
+        written = prompt_text(self.tokenizer, asked, prompt.tools, **self._switches(prompt))
         (ids,) = encode(self.tokenizer, [written])
-        if len(ids) > self.args.max_seq_len:
+        if len(ids) > self.longest_prompt:
             raise InputError(
-                f"--max_seq_len {self.args.max_seq_len}: the prompt of record {prompt.index + 1} has "
-                f"{len(ids)} tokens with its tools and what reset adds; raise it, or shorten them"
+                f"--env: the prompt of record {prompt.index + 1} has {len(ids)} tokens with what reset adds, "
+                f"and there is room for {self.longest_prompt}; raise --max_seq_len, or lower --max_gen_len"
             )
         return OpenedPrompt(
             index=prompt.index,
@@ -169,7 +166,7 @@ class MultiTurn:
             prompt_ids=ids,
             record=prompt.record,
             text=unmark(written),
-            tools=tools,
+            tools=prompt.tools,
             original=prompt,
         )
 
@@ -204,7 +201,7 @@ class MultiTurn:
         if self.environments.is_text_game:
             talk.messages.append(assistant(talk.text))
             return partial(talk.episode.step, talk.text)
-        tools = self._tools(talk.prompt)
+        tools = talk.prompt.tools
         # With a stop string, which may be the end of a call.
         said = decode(self.tokenizer, ids[:-1] if ids[-1] in self.endings.eos else ids)
         before = decode(self.tokenizer, talk.context[: -len(ids)])
@@ -240,7 +237,7 @@ class MultiTurn:
         ids = self.observer.ids(
             talk.ids[-1],
             observations,
-            self._tools(talk.prompt),
+            talk.prompt.tools,
             room,
             **self._switches(talk.prompt),
         )
@@ -279,13 +276,13 @@ class MultiTurn:
         batch = new_batch(
             [talk.prompt.prompt_ids for talk in talks],
             tokens,
-            padded([talk.logprobs for talk in talks], torch.float32, device),
+            padded([talk.logprobs for talk in talks], device),
             lengths,
             send(torch.tensor([talk.finished for talk in talks]), device),
         )
-        batch.is_action = padded([talk.is_action for talk in talks], torch.bool, device)
+        batch.is_action = padded([talk.is_action for talk in talks], device)
         if self.environments.is_text_game:
-            batch.turn_rewards = padded([rewards_by_token(talk) for talk in talks], torch.float32, device)
+            batch.turn_rewards = padded([rewards_by_token(talk) for talk in talks], device)
         batch.prompts = [talk.prompt for talk in talks]
         batch.texts = [talk.text for talk in talks]
         batch.dialogues = [
@@ -330,19 +327,14 @@ def run_calls(episode: Episode, calls: Sequence[Call | BadCall]) -> list[Result]
     """Run the calls of a turn, one after the other -> what each came to."""
     results = []
     for call in calls:
-        message = {"role": "tool", "content": ""}
-        error: BadCall | Exception | None = None
         if isinstance(call, BadCall):
-            error = call
-        else:
-            message["name"] = call.name
-            try:
-                message["content"] = episode.call(call.name, call.arguments)
-            except Exception as raised:
-                error = raised
-        if error:
-            message["content"] = error_result(error)
-        results.append(Result(message, bool(error)))
+            results.append(Result(tool_message(error_result(call)), failed=True))
+            continue
+        try:
+            message = tool_message(episode.call(call.name, call.arguments), call.name)
+            results.append(Result(message, failed=False))
+        except Exception as error:
+            results.append(Result(tool_message(error_result(error), call.name), failed=True))
     return results
 
 
@@ -360,6 +352,6 @@ def rewards_by_token(talk: Conversation) -> list[float]:
     return rewards
 
 
-def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: Device) -> Tensor:
-    """Lists of numbers -> [B, columns], padded with 0."""
-    return send(pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True), device)
+def padded(rows: Sequence[Sequence[float]], device: Device) -> Tensor:
+    """Lists of numbers, or of bools, -> [B, columns], padded with 0."""
+    return send(pad_sequence([torch.tensor(row) for row in rows], batch_first=True), device)

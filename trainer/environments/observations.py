@@ -55,6 +55,11 @@ def asked(prompt: AnyPrompt) -> Messages:
     return to_messages(whole_answer(to_messages(prompt), "")[0])
 
 
+def tool_message(result: str, name: str = "unknown") -> dict[str, str]:
+    """The message of a tool's result. name: of the tool, for templates that write it."""
+    return {"role": "tool", "name": name, "content": result}
+
+
 @dataclass(frozen=True)
 class Observer:
     """Observations -> the ids between two turns."""
@@ -73,7 +78,7 @@ class Observer:
 
     def observation(self, text: str) -> dict[str, str]:
         """The message of an observation."""
-        return {"role": self.role, "content": text}
+        return tool_message(text) if self.role == "tool" else {"role": self.role, "content": text}
 
     def check(self, prompt: AnyPrompt, tools: Tools, **switches: Any) -> None:
         """Raise InputError if conversations that begin with this prompt cannot go on over several turns with
@@ -81,7 +86,7 @@ class Observer:
         flag = "--env" if self.role == "user" else "--tools, --env"
         if self.tokenizer.chat_template is None:
             raise InputError(f"{flag}: the tokenizer has no chat template; add --prompt_template")
-        if self.role == "tool" and not is_read(self.tokenizer, "tools"):
+        if tools and not is_read(self.tokenizer, "tools"):
             raise InputError(f"{flag}: the chat template does not show tools to the policy; {OTHER}")
         with as_input_error(f"{flag}: a response cannot go on over several turns"):
             once = [self.observation("0")]

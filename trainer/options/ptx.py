@@ -11,6 +11,7 @@ from argparse import Namespace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dataset.formats import Tools
 from dataset.lm_dataset import SFTDataset, global_batch
 from model.loading import eos_ids, most_positions
 from trainer.compute.batch import Batch
@@ -75,13 +76,13 @@ class Ptx(Option):
 
 
 def load_demonstrations(
-    args: Namespace, tokenizer: PreTrainedTokenizerBase, actor: PreTrainedModel
+    args: Namespace, tokenizer: PreTrainedTokenizerBase, actor: PreTrainedModel, tools: Tools = ()
 ) -> Demonstrations | None:
     """Flags -> the demonstrations, None without --ptx_data_path. Those longer than the model are dropped.
-    Raises InputError for a wrong file or record."""
+    tools: the schemas of those that are run. Raises InputError for a wrong file or record."""
     if not args.ptx_data_path:
         return None
     longest = min(args.max_seq_len + args.max_gen_len, most_positions(actor.config))
-    data = Demonstrations(args.ptx_data_path, tokenizer, longest, args.system_prompt)
+    data = Demonstrations(args.ptx_data_path, tokenizer, longest, args.system_prompt, tools=tools)
     data.end_at(eos_ids(tokenizer, actor))
     return data
