@@ -108,7 +108,7 @@ NAMES = {
     "trl": "TRL's GRPO",
 }  # fmt: skip
 # Of actor and critic, tried with the first seed
-RATES_TRIED = {name: [[5e-4], [1e-3]] for name in WHO}
+RATES_TRIED = {name: [[1e-3]] for name in WHO}
 RATES_TRIED |= {name: [[5e-4, 2e-3], [1e-3, 2e-3]] for name in ("our_gae", "our_gae_tool")}
 GOAL = 0.95  # a share of the optimum
 

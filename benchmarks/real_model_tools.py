@@ -26,8 +26,8 @@ from real_model import command_line
 from transformers.utils import get_json_schema
 
 HERE = ROOT / "benchmarks"
-COUNTS = {"demonstrations": 64, "prompts": 640, "held_out": 100}
-STAGE_1 = {"epochs": 1, "batch_size": 8, "learning_rate": 2e-5, "eval_size": 0, "max_seq_len": 256}
+COUNTS = {"demonstrations": 24, "prompts": 640, "held_out": 100}
+STAGE_1 = {"epochs": 1, "batch_size": 8, "learning_rate": 1e-4, "eval_size": 0, "max_seq_len": 256}
 PPO = {
     "max_gen_len": 88, "max_turns": 3, "batch_size": 32, "mini_batch_size": 16, "max_steps": 20,
     "reasoning": 0, "save_interval": 1000, "eval_interval": 10,
