@@ -449,6 +449,7 @@ def keep(run: dict[str, Any]) -> None:
     """Add a run to the file. One line a run."""
     runs = sorted([*load(), run], key=identity)
     lines = ",\n".join(json.dumps(run) for run in runs)
+    FILE.parent.mkdir(exist_ok=True, parents=True)
     write_whole(FILE, f'{{"machine": {json.dumps(machine())},\n"runs": [\n{lines}\n]}}\n')
 
 
