@@ -33,6 +33,15 @@ MOE = {name: FAMILIES[name] for name in ("MiniMind 2 MoE", "MiniMind 3 MoE", "Qw
 WIDE = {**SIZES, "vocab_size": 151_936, "tie_word_embeddings": True}  # the vocabulary of Qwen 2.5
 
 
+GAME = """class Game:
+    def reset(self, seed):
+        self.turns = seed % 2
+    def step(self, text):
+        self.turns += 1
+        return "abcdefgh"[len(text) % 8], text.count("b") - 0.3, self.turns == 3
+"""
+
+
 def made(name):
     """A random model of a family of MODELS or MOE, or "wide", on the CPU. Its name decides the weights."""
     kinds = {**MODELS, **MOE, "wide": lambda: transformers.Qwen2Config(**WIDE)}
@@ -87,6 +96,9 @@ def run_files(folder, name=None, **more):
         pytest.importorskip("peft")
     folder.mkdir(exist_ok=True)
     files = tiny.run_files(folder)
+    if "env" in more:
+        (folder / "game.py").write_text(GAME)
+        more["env"] = f"{folder / 'game.py'}:{more['env']}"
     if name is not None:
         files["model"] = folder / "policy.pth"
         save_policy(made(name), tiny.word_tokenizer(tiny.WORDS, chat=True), files["model"], torch.float32)

@@ -48,6 +48,19 @@ def test_samples_are_those_of_a_cpu(name):
     assert share_of_equals(here, there) > (0.8 if name == "wide" else 0.95)
 
 
+def test_a_later_turn_goes_on_where_the_response_stands(model):
+    """A response that is sampled in two parts is the one that is sampled at once."""
+    responses = drawn(Sampler(model)).responses()
+    first = [min(row % 6, len(ids) - 1) for row, ids in enumerate(responses)]
+    begun = [[*PROMPTS[row], *ids[: first[row]]] for row, ids in enumerate(responses)]
+    keys = noise_keys(7, 3, range(len(PROMPTS)))
+    rest = Sampler(model, slots=7).sample(begun, keys, [0], 10, 1.0, first_places=first)
+    whole = [
+        [*ids[:place], *more] for ids, place, more in zip(responses, first, rest.responses(), strict=True)
+    ]
+    assert sum(a == b for a, b in zip(responses, whole, strict=True)) / len(whole) > 0.95
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_captured_steps_sample_what_plain_steps_sample(name, dtype):

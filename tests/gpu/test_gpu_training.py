@@ -167,6 +167,7 @@ RUNS = {
     "plain": {},
     "KL in the reward": {"kl_in": "reward", "normalize_reward": 1, "accumulation_steps": 3},
     "old actor": {"update_old_actor_freq": 2, "target_kl": 0.5},
+    "several turns": {"env": "Game", "max_gen_len": 24, "kl_in": "reward", "replay_batches": 1},
     "LoRA, checkpointing": {"lora_r": 2, "gradient_checkpointing": 1},
 }
 
