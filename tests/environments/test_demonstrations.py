@@ -78,6 +78,7 @@ TEMPLATES = {
     "Qwen 3 without thoughts": (QWEN3, '{"enable_thinking": false}'),
     "Hermes": (HERMES, "{}"),
     "MiniMind 3": (MINIMIND3, "{}"),
+    "tools.jinja": ((ROOT / "benchmarks" / "tools.jinja").read_text(encoding="utf-8"), "{}"),
 }
 
 
