@@ -59,7 +59,7 @@ def test_the_policy_with_a_tool_often_guesses():
     calls = []
     for text in response_texts(rollout, tokenizer):
         calls += [call.arguments for call in read_turn(tokenizer, text).calls if isinstance(call, Call)]
-    assert 0.5 < len(calls) / len(prompts) < 0.8
+    assert 0.35 < len(calls) / len(prompts) < 0.6
     assert all([*arguments] == ["expression"] for arguments in calls)
 
 
