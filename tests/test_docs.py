@@ -22,7 +22,9 @@ from trainer.runs import displays, health
 
 LINK = re.compile(r"\[`(?P<name>\w+)`\]\((?P<path>[\w./]+\.py)\)")
 PARTS = r"(environment|format|marks|model\w*|function|repetition|length_reward|missing_eos|judge_\w+)"
-YOURS = re.compile(r"PATH|out/tools|prompts|train.jsonl|pairs.jsonl|problems|verl|hidden_size|Qwen|…|base|best|_512")
+YOURS = re.compile(
+    r"PATH|out/tools|prompts|train.jsonl|pairs.jsonl|problems|verl|hidden_size|Qwen|…|base|best|_512"
+)
 PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/*.md")])
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
 
