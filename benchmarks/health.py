@@ -83,8 +83,7 @@ def kept_of(records, args):
     dropped = ("versions", "fingerprints", "resume_command", "run_id", "out_dir", "threads")
     args = {name: x for name, x in args.items() if name not in dropped and x not in ("", None, [])}
     texts = {name: Path(x).name for name, x in args.items() if isinstance(x, str) and "/" in x}
-    if "reward_model" in args:
-        texts["reward_model"] = [Path(x).name for x in args["reward_model"]]
+    texts |= {name: [Path(x).name for x in args[name]] for name in ("reward_model", "tools") if name in args}
     return {"args": args | texts, "step": [r["step"] for r in records], "metrics": columns}
 
 
@@ -137,8 +136,12 @@ def tables(kept):
 
 
 def remedy_flags(remedy):
-    """``--kl_coef 0.06 --lam 1, or …`` -> {"kl_coef": "0.06", "lam": "1"}, up to the first word of text."""
-    return dict(re.findall(r"--(\w+) ([-\d.e]+|float32|actor)(?=[ ,;]|$)", re.split(r", or |; ", remedy)[0]))
+    """``--kl_coef 0.06 --lam 1, or …`` -> {"kl_coef": "0.06", "lam": "1"}: the first choice with flags."""
+    choices = [
+        dict(re.findall(r"--(\w+) ([-\d.e]+|float32|actor)(?=[ ,;]|$)", choice))
+        for choice in re.split(r", or |; ", remedy)
+    ]
+    return next(filter(None, choices), {})
 
 
 def specs(kept, files, folder, dreams):

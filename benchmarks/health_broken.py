@@ -10,13 +10,20 @@ import itertools
 import math
 
 from common import ROOT
-from health_files import DEMO
+from health_files import CALCULATES, CALCULATOR, DEMO
 
 from trainer import train_ppo
 from trainer.generation import engine
 
 # Broken runs with fewer steps, because what is wrong with them shows early.
 SHORTER = {
+    4: (
+        "tools without stage 1",
+        "a tool that waits",
+        "other arguments",
+        "long observations",
+        "calls without end",
+    ),
     8: (
         "rate 1e-8",
         "no KL",
@@ -74,6 +81,8 @@ def BROKEN(f):
 
     rates = ("unusual_flags", "steps_too_large", "kl_far", "ratio_drastic")
     judge = str(DEMO / "reward")
+    environments = ROOT / "benchmarks" / "health_environments.py"
+    game = {"reasoning": 0, "learning_rate": 2e-4}
     return {
         "rate x30": ("--learning_rate 0.015", {"learning_rate": 0.015}, rates),
         "rate x100": ("--learning_rate 0.05", {"learning_rate": 0.05}, rates),
@@ -259,6 +268,34 @@ def BROKEN(f):
             {},
             ("kl_negative",),
         ),
+        "tools without stage 1": (
+            "a calculator, for the demo's policy that never saw a call",
+            {
+                "tools": f"{CALCULATOR}:calculate",
+                "prompt_template": str(DEMO / "tools_policy" / "chat_template.jinja"),
+            },
+            ("never_calls",),
+        ),
+        "a tool that waits": (
+            "a game that takes 3 s for a quarter of the answers; --reward_timeout 2",
+            {**game, "env": f"{environments}:Waits", "reward_timeout": 2},
+            ("environment_hangs",),
+        ),
+        "other arguments": (
+            "a calculator with other arguments than those of stage 1",
+            {**CALCULATES, "tools": f"{environments}:calculate"},
+            ("calls_fail",),
+        ),
+        "long observations": (
+            "a game whose observation has 85 tokens; --max_gen_len 128",
+            {**game, "env": f"{environments}:Explains", "max_gen_len": 128},
+            ("observations_fill",),
+        ),
+        "calls without end": (
+            "a policy that learned to call in each turn; --max_turns 3",
+            {**CALCULATES, "model": f["only_calls"], "max_turns": 3, "max_gen_len": 256},
+            ("turns_run_out",),
+        ),
     }
 
 
@@ -328,4 +365,6 @@ REMEDIES = (
     "temperature 0.1",
     "prompts dropped",
     "small batch",
+    "a tool that waits",
+    "long observations",
 )

@@ -2,12 +2,25 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import torch
 from common import ROOT
 from safetensors.torch import load_file, save_file
 
 DEMO = ROOT / "model" / "demo"
+# The demo with a calculator, and the calculator
+CALCULATOR = ROOT / "dataset" / "demo" / "calculator.py"
+CALCULATES = {
+    "model": str(DEMO / "tools_policy"),
+    "data_path": str(ROOT / "dataset" / "demo" / "tools_ppo.jsonl"),
+    "eval_data_path": str(ROOT / "dataset" / "demo" / "tools_eval.jsonl"),
+    "tools": f"{CALCULATOR}:calculate",
+    "reward_fn": f"{CALCULATOR}:is_right",
+    "learning_rate": 2e-4,
+    "max_gen_len": 192,
+}
 # Reward functions: (prompts, responses, answers) -> scores.
 REWARDS = """import re, zlib
 
@@ -102,6 +115,37 @@ def reward_model_of_code(folder):
     return str(folder)
 
 
+def policy_that_only_calls(folder):
+    """Train the demo's policy that has a calculator to call it in each turn, whatever the result is -> its
+    path."""
+    signs = {"plus": "+", "minus": "-", "times": "*"}
+    records = []
+    prompts = (ROOT / "dataset" / "demo" / "tools_ppo.jsonl").read_text(encoding="utf-8").splitlines()
+    for line in prompts[:768]:
+        record = json.loads(line)
+        left, sign, right = record["prompt"].rstrip("?.").split()[-3:]
+        call = {"name": "calculate", "arguments": {"expression": f"{left} {signs[sign]} {right}"}}
+        turn = {"role": "assistant", "content": f"<tool_call>\n{json.dumps(call)}\n</tool_call>"}
+        result = {"role": "tool", "content": record["answer"]}
+        asked = {"role": "user", "content": record["prompt"]}
+        records.append({"conversations": [asked, turn, result, turn, result, turn]})
+    (folder / "calls.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n", encoding="utf-8")
+    flags = {
+        "model": DEMO / "tools_policy",
+        "data_path": folder / "calls.jsonl",
+        "hf_dir": folder / "only_calls",
+        "out_dir": folder / "stage_1",
+        "max_seq_len": 256,
+        "epochs": 1,
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    words = [str(word) for name, x in flags.items() for word in (f"--{name}", x)]
+    script = str(ROOT / "trainer" / "train_sft.py")
+    subprocess.run([sys.executable, script, *words], check=True, stdout=subprocess.DEVNULL)
+    return str(folder / "only_calls")
+
+
 def make_files(folder):
     """Write the reward functions, the data and the changed models into ``folder`` -> {name: path}, and under
     "flags" the flags that all runs have."""
@@ -175,4 +219,5 @@ def make_files(folder):
     changed("large_scores", "reward", weights={"score": 10.0})
     files["likes_length"] = reward_model_of_code(folder / "likes_length")
     changed("no_template", "reward", template_="")
+    files["only_calls"] = policy_that_only_calls(folder)
     return files

@@ -4,6 +4,7 @@
 learning.py's tasks. Their inputs are made when they are needed (``task_flags``): those of (c) take minutes.
 """
 
+from health_files import CALCULATES
 from learning_run import flags_of
 from learning_tasks import prepare
 
@@ -61,10 +62,11 @@ def HEALTHY(f):
         name: " ".join(f"--{n} {x}" for n, x in flags.items() if n != "reward_fn")
         for name, flags in changes.items()
     }
-    return {
+    found = {
         name: ((f"a reward function {words[name]}" if "reward_fn" in flags else words[name]).strip(), flags)
         for name, flags in changes.items()
     }
+    return found | {"calculator": ("the demo with a calculator", CALCULATES)}
 
 
 def task_flags(name, folder, dreams):
