@@ -83,7 +83,8 @@ def kept_of(records, args):
     dropped = ("versions", "fingerprints", "resume_command", "run_id", "out_dir", "threads")
     args = {name: x for name, x in args.items() if name not in dropped and x not in ("", None, [])}
     texts = {name: Path(x).name for name, x in args.items() if isinstance(x, str) and "/" in x}
-    texts |= {name: [Path(x).name for x in args[name]] for name in ("reward_model", "tools") if name in args}
+    for name in {"reward_model", "reward_fn", "tools"} & args.keys():
+        texts[name] = [Path(x).name for x in args[name]]
     return {"args": args | texts, "step": [r["step"] for r in records], "metrics": columns}
 
 
