@@ -233,13 +233,14 @@ CASES = [
     (talked(2.0, 1.0, 32.1, ended=0.69), TURNS, {"observations_fill": ("look", 1)}),
     (talked(2.0, 1.0, 31.9, ended=0.69), TURNS, {}),
     (talked(2.0, 1.0, 60.0, ended=0.71), TURNS, {}),
-    # nearly all responses have all turns and still call; a text game has no calls, one turn is not too many
-    ([{}, *talked(3.81, 0.51)], TURNS, {"turns_run_out": ("look", 2)}),
-    (talked(3.79, 3.0), TURNS, {}),
-    ([{}, *talked(4.0, 3.0)[1:]], TURNS, {}),
-    (talked(4.0, 0.49), TURNS, {}),
+    # nearly all responses have all turns, and the last one still calls; a text game has no calls
+    ([{}, *talked(3.81, 3.44)], TURNS, {"turns_run_out": ("look", 2)}),
+    (talked(3.79, 3.79), TURNS, {}),
+    ([{}, *talked(4.0, 4.0)[1:]], TURNS, {}),
+    (talked(4.0, 3.59), TURNS, {}),
     (talked(4.0, None), TURNS, {}),
-    (talked(1.0, 1.0), TURNS | {"max_turns": 1}, {}),
+    (talked(2.0, 1.0), TURNS | {"max_turns": 2}, {}),  # a call, and the answer
+    (talked(1.0, 1.0), TURNS | {"max_turns": 1}, {"turns_run_out": ("look", 1)}),
     # a finding is since the first of the values that show it, also where not every step has the metric
     (
         [{"value/clip_fraction": x} for x in (0, 0.5, None, None, 0.5, 0.5)],

@@ -191,6 +191,7 @@ class History:
             "exact": self.get("dtype") == "float32",
             "observed_share": self.least("rollout/observation_tokens")
             / (self.get("max_gen_len") or math.inf),
+            "calls_a_turn": self.least("rollout/calls") / (self.least("rollout/turns") or math.inf),
             "turns_used": self.least("rollout/turns") / (self.get("max_turns") or math.inf),
             "clips_tokens": self.get("policy_loss") != "gspo",
             "responses_seen": self.step * self.responses,
