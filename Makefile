@@ -14,8 +14,8 @@ train: .venv/train.stamp
 train-tools: .venv/train.stamp
 	$(BIN)/python trainer/train_ppo.py --model model/demo/tools_policy --data_path dataset/demo/tools_ppo.jsonl \
 		--eval_data_path dataset/demo/tools_eval.jsonl --tools dataset/demo/calculator.py:calculate \
-		--reward_fn dataset/demo/calculator.py:is_right --max_gen_len 192 \
-		--out_dir out/tools $(ARGS)
+		--reward_fn dataset/demo/calculator.py:is_right --max_gen_len 192 --epochs 2 \
+		--max_steps 36 --out_dir out/tools $(ARGS)
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest $(ARGS)
