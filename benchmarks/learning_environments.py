@@ -110,8 +110,8 @@ NAMES = {
     "our_gae": "PPO", "our_rloo": "RLOO", "our_group": "GRPO, `group`", "our_reinforce": "REINFORCE",
     "trl": "TRL's GRPO",
 }  # fmt: skip
-# Of actor and critic, tried with the first seed
-RATES_TRIED = {name: [[1e-3]] for name in WHO}
+# Of actor and critic
+RATES_TRIED = {name: [[5e-4], [1e-3]] for name in WHO}
 RATES_TRIED |= {name: [[5e-4, 2e-3], [1e-3, 2e-3]] for name in ("our_gae", "our_gae_tool")}
 GOAL = 0.95  # a share of the optimum
 
@@ -485,17 +485,19 @@ def run_request(request: dict[str, Any]) -> None:
 
 
 def compare(folder: Path, python: str, who: str, seeds: list[int]) -> None:
-    """Each rate with the first seed, then the best one with the others."""
+    """Each rate with each seed."""
     for rates in RATES_TRIED[who]:
-        make(folder, python, who, rates, SEEDS[0])
-    for seed in seeds:
-        make(folder, python, who, best_rates(load(), who), seed)
+        for seed in seeds:
+            make(folder, python, who, rates, seed)
 
 
 def best_rates(runs: list[dict[str, Any]], who: str) -> list[float]:
-    """The rates with the best end of the first seed."""
-    tried = [run for run in runs if (run["who"], run["variant"], run["seed"]) == (who, "", SEEDS[0])]
-    return max(tried, key=end)["rates"]
+    """The rates with the best mean end."""
+    ends: dict[tuple[float, ...], list[float]] = {}
+    for run in runs:
+        if run["who"] == who and not run["variant"]:
+            ends.setdefault(tuple(run["rates"]), []).append(end(run))
+    return list(max(ends, key=lambda rates: statistics.mean(ends[rates])))
 
 
 def end(run: dict[str, Any]) -> float:
