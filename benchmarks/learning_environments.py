@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import RESULTS, ROOT, machine, read, table
-from guess import TURNS, Guess
+from guess import TURNS, Guess, GuessTool
 from learning_report import PAGE, middle
 from learning_run import FIXED, RATES, Curve, command_line
 from learning_tasks import script, write_jsonl
@@ -43,6 +43,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     TrainerCallback,
 )
+from transformers.utils import get_json_schema
 
 from atomic_files import write_whole
 from trainer import advantages, train_ppo
@@ -53,9 +54,10 @@ FILE = RESULTS / "learning_environments.json"
 GAME = ROOT / "benchmarks" / "guess.py"
 NUMBERS = range(1, 8)
 OPEN, CLOSE = '<tool_call>{"name":"guess","arguments":{"number":', "}}</tool_call>"  # each is one token
-WORDS = ["go", "higher", "lower", "won", "lost", "done", OPEN, CLOSE, *map(str, NUMBERS)]
+WORDS = ["go", "guess", "higher", "lower", "won", "lost", "done", OPEN, CLOSE, *map(str, NUMBERS)]
 ROLES = ("user", "assistant", "tool")
 TEMPLATE = """
+{%- for tool in tools or [] -%}{{- '<|tool|> ' + tool.function.name + ' <|end|> ' -}}{%- endfor -%}
 {%- for message in messages -%}
 {{- '<|' + message.role + '|> ' + (message.content or '') -}}
 {%- for call in message.tool_calls or [] -%}
@@ -84,6 +86,7 @@ RESPONSE_TEMPLATE = {
         "content": {"close": "<|end|>", "content": "text"},
     },
 }
+TOOLS = [get_json_schema(GuessTool().guess)]
 POINTS = 10  # evaluations of a run, besides the one at its start
 SEEDS = (0, 1, 2)
 # In both kinds of game: what all trainers get.
@@ -107,8 +110,8 @@ NAMES = {
     "our_gae": "PPO", "our_rloo": "RLOO", "our_group": "GRPO, `group`", "our_reinforce": "REINFORCE",
     "trl": "TRL's GRPO",
 }  # fmt: skip
-# Of actor and critic, tried with the first seed
-RATES_TRIED = {name: [[1e-3]] for name in WHO}
+# Of actor and critic
+RATES_TRIED = {name: [[5e-4], [1e-3]] for name in WHO}
 RATES_TRIED |= {name: [[5e-4, 2e-3], [1e-3, 2e-3]] for name in ("our_gae", "our_gae_tool")}
 GOAL = 0.95  # a share of the optimum
 
@@ -193,7 +196,9 @@ class PolicyValue:
         self.optimum = value_of_play(max, [], list(NUMBERS)) / len(NUMBERS)
 
     def ids(self, messages: list[dict[str, Any]], generate: bool = False) -> list[int]:
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generate, tools=TOOLS if self.as_tool else None
+        )
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     @torch.no_grad()
@@ -284,7 +289,8 @@ def prepare(folder: Path, as_tool: bool) -> dict[str, str]:
         tokenizer = make_tokenizer()
         make_policy(len(tokenizer)).save_pretrained(folder / "random")
         tokenizer.save_pretrained(folder / "random")
-        games = [{"messages": random_game(draw, as_tool)} for _ in range(2048)]
+        tools = {"tools": TOOLS} if as_tool else {}
+        games = [{"messages": random_game(draw, as_tool), **tools} for _ in range(2048)]
         script(
             "train_sft.py", "--model", folder / "random", "--data_path",
             write_jsonl(folder / "games.jsonl", games), "--epochs", 2, "--batch_size", 64,
@@ -324,7 +330,6 @@ def run_ours(request: dict[str, Any], out: Path) -> list[dict[str, float]]:
 def run_trl(request: dict[str, Any], out: Path) -> list[dict[str, float]]:
     """TRL's GRPOTrainer with an environment: its defaults but for sizes, rate and fp32."""
     from datasets import Dataset
-    from guess import GuessTool
     from trl import GRPOConfig, GRPOTrainer
 
     flags = flags_of(request, out)
@@ -480,17 +485,19 @@ def run_request(request: dict[str, Any]) -> None:
 
 
 def compare(folder: Path, python: str, who: str, seeds: list[int]) -> None:
-    """Each rate with the first seed, then the best one with the others."""
+    """Each rate with each seed."""
     for rates in RATES_TRIED[who]:
-        make(folder, python, who, rates, SEEDS[0])
-    for seed in seeds:
-        make(folder, python, who, best_rates(load(), who), seed)
+        for seed in seeds:
+            make(folder, python, who, rates, seed)
 
 
 def best_rates(runs: list[dict[str, Any]], who: str) -> list[float]:
-    """The rates with the best end of the first seed."""
-    tried = [run for run in runs if (run["who"], run["variant"], run["seed"]) == (who, "", SEEDS[0])]
-    return max(tried, key=end)["rates"]
+    """The rates with the best mean end."""
+    ends: dict[tuple[float, ...], list[float]] = {}
+    for run in runs:
+        if run["who"] == who and not run["variant"]:
+            ends.setdefault(tuple(run["rates"]), []).append(end(run))
+    return list(max(ends, key=lambda rates: statistics.mean(ends[rates])))
 
 
 def end(run: dict[str, Any]) -> float:

@@ -544,6 +544,8 @@ def test_pages_have_the_tables_of_their_results(benchmark):
         text = (ROOT / name).read_text(encoding="utf-8")
         assert peers.with_rows(name, text) == text
     assert plan.table(plan.fewest()) in pages["scale"]
+    task = benchmark("learning_environments")
+    assert f"<!-- environments -->\n{task.results_table(task.load())}\n<!-- end" in pages["learning"]
 
 
 def test_the_plan_was_within_a_tenth_of_every_measured_run(benchmark):
