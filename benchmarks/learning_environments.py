@@ -290,7 +290,7 @@ def prepare(folder: Path, as_tool: bool) -> dict[str, str]:
         make_policy(len(tokenizer)).save_pretrained(folder / "random")
         tokenizer.save_pretrained(folder / "random")
         tools = {"tools": TOOLS} if as_tool else {}
-        games = [{"messages": random_game(draw, as_tool), **tools} for _ in range(2048)]
+        games = [{"messages": random_game(draw, as_tool), **tools} for _ in range(4096)]
         script(
             "train_sft.py", "--model", folder / "random", "--data_path",
             write_jsonl(folder / "games.jsonl", games), "--epochs", 2, "--batch_size", 64,
