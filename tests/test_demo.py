@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from tiny import ROOT, read_jsonl, user
+from tiny import ROOT, flags, read_jsonl, user
 from transformers.utils import get_json_schema
 
 from dataset.answers import is_correct
@@ -65,13 +65,14 @@ def test_the_policy_with_a_tool_often_guesses():
 
 @pytest.mark.slow
 def test_it_learns_to_use_the_tool(tmp_path, monkeypatch):
-    """The command of ``make train-tools``."""
+    """The first steps of ``make train-tools``; all 36 end at 0.88 (docs/environments.md)."""
     monkeypatch.chdir(ROOT)
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    (flags,) = re.findall(r"^train-tools:.*\n.*train_ppo.py (.*) --out_dir", makefile, re.MULTILINE)
-    train_ppo.main([*flags.split(), "--out_dir", str(tmp_path), "--run_name", "tools", "--device", "cpu"])
+    (given,) = re.findall(r"^train-tools:.*\n.*train_ppo.py (.*) --out_dir", makefile, re.MULTILINE)
+    more = {"out_dir": tmp_path, "run_name": "tools", "device": "cpu", "max_steps": 14}
+    train_ppo.main([*given.split(), *flags(**more)])
     evaluations = [row for row in read_jsonl(tmp_path / "tools" / "metrics.jsonl") if "eval/accuracy" in row]
-    assert evaluations[0]["eval/accuracy"] < 0.2 and evaluations[-1]["eval/accuracy"] > 0.75
+    assert evaluations[0]["eval/accuracy"] < 0.2 and evaluations[-1]["eval/accuracy"] > 0.65
 
 
 def test_what_is_bundled_is_small():
