@@ -122,7 +122,7 @@ class Sampler:
         with torch.inference_mode():
             # Again with half the slots where memory runs out: the same tokens up to rounding
             while (engine := attempt(run)[1]) is None:
-                self.release()  # before anything is built again, so that no two caches fill it
+                self.release()  # before anything is built again, so that no two caches fill the memory
                 if self.tried == 1:
                     raise out_of_memory_error(width)
                 self.slots = self.tried // 2
