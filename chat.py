@@ -42,8 +42,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     add("--device", "", "cpu, cuda, cuda:1, mps; default: a CUDA GPU where there is one")
     p.group("several turns (environments.md)")
     add("--env", path, "what answers each turn, a class of yours: path.py:Class")
-    methods = {"env": "the methods of that class are the tools"}
-    add("--tools", [], "functions that the model may call: path.py:f,g …", type=path, not_with=methods)
+    add("--tools", [], "functions that the model may call: path.py:f,g …", type=path)
     add("--max_turns", 8, "turns of an answer, with --env or --tools", at_least=1, off=8)
     fields = (
         "JSON or a file, whose first record is taken: what reset gets; its prompt, if it has one, is asked"

@@ -71,10 +71,11 @@ TEMPLATE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|> ' -}}{%- endif -%}
 """
-# How TRL reads the calls in a turn: in the form of transformers' ``parse_response``.
+# How TRL reads the calls in a turn: in the form of transformers' ``parse_response``. No space behind the
+# anchor: a decoded prompt has none at its end, so TRL would read the turn before once more.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
-    "start_anchor": "<|assistant|> ",
+    "start_anchor": "<|assistant|>",
     "fields": {
         "tool_calls": {
             "open": "<tool_call>",

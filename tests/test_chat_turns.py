@@ -217,6 +217,14 @@ def test_the_tools_of_a_record_are_shown_in_place_of_those_of_the_class(world, t
         assert ("Add." in talk.prompt.text, "Sum." in talk.prompt.text) == (shown == "Add.", shown == "Sum.")
 
 
+def test_a_class_and_functions_together_are_the_tools(world, tmp_path):
+    """As the trainer takes them."""
+    path = tmp_path / "world.py"
+    path.write_text("class World:\n    def get_reward(self):\n        return 1.5\n")
+    talk = player(world, tools=[f"{world / 'tools.py'}:add"], env=f"{path}:World").play(SUM)
+    assert talk.episode.get_reward() == 1.5 and [x["content"] for x in talk.messages[1:2]] == ["5"]
+
+
 def test_the_output_has_the_turns_and_stderr_the_rest(world):
     flags = ["--model", world / "player.pth", "--env", f"{world / 'game.py'}:Game", "--device", "cpu"]
     process = start(*flags, "--record", json.dumps({"number": 3}))
@@ -289,7 +297,7 @@ WRONG = {
     ("--env", "{folder}/game.py:Game", "--record", "{{3"): "--record {3: .*; give a JSON object",
     ("--env", "{folder}/game.py:Game", "--record", "{folder}/none.jsonl"): "none.jsonl: cannot be read",
     ("--env", "{folder}/game.py:Game", "--record", "{folder}/bad.jsonl"): "bad.jsonl:1: ",
-    ("--env", "{folder}/game.py:Game", "--tools", "x.py:f"): "--tools x.py:f: not with --env",
+    ("--env", "{folder}/game.py:Game", "--tools", "{folder}/tools.py:add"): "a text game, which has no tools",
     ("--tools", "{folder}/tools.py:add", "--record", "{{}}"): "--record {}: is of use only with --env",
 }
 

@@ -160,3 +160,18 @@ def test_the_line_of_the_start_says_how_long_each_part_took(monkeypatch):
         start.part("models")
         assert start.end() == "start    9 s: imports 3, data 1, models 5"
     assert start.total == pytest.approx(9.0)
+
+
+def test_a_reward_model_whose_template_refuses_several_turns_is_found_before_anything_is_sampled(tmp_path):
+    files = tiny.run_files(tmp_path)
+    (tmp_path / "game.py").write_text(
+        "class Game:\n    def step(self, text):\n        return '', 0.0, False\n"
+    )
+    flags = {**files, **RUN, "env": f"{tmp_path / 'game.py'}:Game", "out_dir": tmp_path / "out"}
+    once = "{% if messages[2:] %}{{ raise_exception('one question') }}{% endif %}" + tiny.CHAT
+    (tmp_path / "reward" / "chat_template.jinja").write_text(once)
+    says = "reward model .*reward: it cannot read several turns: .*one question"
+    tiny.refused(says, train_ppo.main, tiny.flags(**flags))
+    assert not (tmp_path / "out").exists()
+    plain = {name: value for name, value in flags.items() if name != "env"}
+    train_ppo.main(tiny.flags(**plain))  # one turn can be read

@@ -107,12 +107,15 @@ class RolloutEngine:
         )
 
 
-def with_sampled_space(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The batch's prompts. Some tokenizers (Llama 2's) decode a response without the space with which it
-    begins. There the prompt's text ends with that space. So prompt and response together are the text that
-    was sampled."""
+def with_sampled_space(
+    batch: Batch, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> list[Prompt]:
+    """The batch's prompts. texts: of its responses, all turns of each.
+
+    Some tokenizers (Llama 2's) decode a response without the space with which it begins. There the prompt's
+    text ends with that space. So prompt and response together are the text that was sampled."""
     prompts = []
-    for prompt, ids, text in zip(batch.prompts, batch.responses(), batch.texts, strict=True):
+    for prompt, ids, text in zip(batch.prompts, batch.responses(), texts, strict=True):
         before = decode(tokenizer, prompt.prompt_ids)
         behind = decode(tokenizer, [*prompt.prompt_ids, *ids])[len(before) :]
         space = behind.startswith(" " + text) and not prompt.text.endswith(" ")

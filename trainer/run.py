@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dataset.chat_template import learned_pieces
+from dataset.chat_template import conversation_text, learned_pieces
 from dataset.formats import Tools
 from dataset.lm_dataset import LoggedAnswers, LoggedPairs, Prompt, RLAIFDataset, local_positions
-from errors import InputError
+from errors import InputError, as_input_error
 from model.loading import embeddings, is_moe, load_policy
 from model.lora import describe as describe_adapters
 from model.saving import SaveDtype, save_policy, whole_state
@@ -28,9 +28,9 @@ from trainer.compute.batch import Batch, RawScores
 from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.sharding import ShardGroup
-from trainer.environments.conversation import MultiTurn, ended_by
+from trainer.environments.conversation import MultiTurn, ended_by, reset_all
 from trainer.environments.environment import Environments, load_environments
-from trainer.environments.running import run_all
+from trainer.environments.running import Hung
 from trainer.evaluation import Evaluation
 from trainer.flags import Flags, minimind_pth
 from trainer.generation.engine import Sampler
@@ -261,7 +261,7 @@ class PpoRun(Run):
 
     def _turns(self) -> MultiTurn | None:
         """What makes several turns of a response, None without --env and --tools. Raises InputError for a
-        chat template that cannot go on behind a turn."""
+        chat template that cannot go on behind a turn, and for a reward model's that refuses several."""
         if not (self.environments and isinstance(self.data, RLAIFDataset)):
             return None
         turns = MultiTurn(
@@ -273,6 +273,9 @@ class PpoRun(Run):
             longest_prompt=self.sampler_limits.max_seq_len - self.args.max_gen_len,
         )
         turns.check(self.data[0])
+        for model in scoring_models(self.reward, self.eval_reward):
+            with as_input_error(f"reward model {model.model.name_or_path}: it cannot read several turns"):
+                conversation_text(model.tokenizer, *turns.example(self.data[0]), form=model.form)
         return turns
 
     def _use_data(self, data: Prompts, functions: RewardFunctions, eval_functions: RewardFunctions) -> None:
@@ -313,13 +316,12 @@ class PpoRun(Run):
         InputError where reset fails."""
         if self.environments is None:
             return []
-        episodes = [self.environments.begin(prompt.record, seed=0) for prompt in prompts]
-        workers = [episode.worker for episode in episodes]
-        texts = run_all([episode.reset for episode in episodes], self.args.reward_timeout, workers)
-        for prompt, text in zip(prompts, texts, strict=True):
-            if isinstance(text, Exception):
+        seeds = [0] * len(prompts)
+        begun = reset_all(self.environments, prompts, seeds, self.args.reward_timeout)
+        for prompt, (_, text) in zip(prompts, begun, strict=True):
+            if isinstance(text, Hung):
                 raise ended_by(text, prompt)
-        return [episode.environment for episode in episodes]
+        return [episode.environment for episode, _ in begun]
 
     def _build_options(self) -> None:
         """Scales, options and the evaluation; ``states`` has those with a state that checkpoints keep."""
@@ -407,8 +409,11 @@ class PpoRun(Run):
     def request_scores(self, reward: Reward, batch: Batch) -> RawScores:
         """What each part of a reward (``Reward`` or ``EvalReward``) says of a batch's responses, before it is
         normalised, clipped and weighed. Raises InputError where one fails."""
-        prompts = with_sampled_space(batch, self.tokenizer) if reward.server else batch.prompts
         ids = batch.responses()
+        whole_texts = [decode(self.tokenizer, x) for x in ids] if batch.dialogues else batch.texts
+        prompts = batch.prompts
+        if reward.server:
+            prompts = with_sampled_space(batch, self.tokenizer, whole_texts)
         request = Request(
             prompts,
             batch.texts,
@@ -417,7 +422,7 @@ class PpoRun(Run):
             ids=ids,
             run_values=self.run_values(self.progress.step),
             dialogues=batch.dialogues,
-            whole_texts=[decode(self.tokenizer, x) for x in ids] if batch.dialogues else (),
+            whole_texts=whole_texts,
         )
         with self.models.host.on_device(*modules_of(reward)):
             return reward.score_parts(request)

@@ -9,10 +9,12 @@ import concurrent.futures
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import chdir, contextmanager
+from functools import cache
 from modulefinder import ModuleFinder
 from pathlib import Path
+from threading import Event, Lock, Thread
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +23,9 @@ import torch
 from errors import InputError
 
 Modules = dict[str, ModuleType]  # {path: its module}
-LIBRARIES = tuple(map(os.path.dirname, (asyncio.__file__, concurrent.futures.__file__)))
+# Files that are not the user's, though the user's code is called through them.
+BETWEEN = (__file__, os.path.dirname(asyncio.__file__), os.path.dirname(concurrent.futures.__file__))
+LOOP_ANSWERS = 1.0  # seconds after which an event loop is blocked
 
 
 def load_named(path: str, name: str, flag: str, modules: Modules) -> Callable[..., Any]:
@@ -87,6 +91,13 @@ def contained() -> Iterator[None]:
                 setattr(sys, name, open(number, "w", errors="replace", closefd=False))  # noqa: SIM115
 
 
+def as_exception(error: BaseException) -> Exception:
+    """SystemExit and its like end no run."""
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(described(error)).with_traceback(error.__traceback__)
+
+
 def described(error: BaseException) -> str:
     """An exception of the user's code as one line: its class and its text, which may fail itself."""
     try:
@@ -109,6 +120,44 @@ def mistake(what: str, error: BaseException, own: str) -> InputError:
     """An exception of the user's code -> an error with the line of the user's that raised it or called what
     did. own: the file or folder of ours whose code called it."""
     frames = traceback.extract_tb(error.__traceback__)
-    places = [f" at {f.filename}:{f.lineno}" for f in frames if not f.filename.startswith((own, *LIBRARIES))]
+    places = [f" at {f.filename}:{f.lineno}" for f in frames if not f.filename.startswith((own, *BETWEEN))]
     place = places[0] if places else " when it was called"
     return InputError(f"{what}: {described(error)[:200]}{place}; correct the function")
+
+
+# ---------------------------------------------------------------- async functions
+
+ONE_LOOP = Lock()
+
+
+@cache
+def event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """One for all calls of a process, in a thread of its own, which a forked process has not: what async
+    functions keep open between calls, such as a client, belongs to it."""
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def start_async(value: Awaitable) -> concurrent.futures.Future:
+    """Set an async call to work -> what it ends with. SystemExit would end the event loop: it is a
+    RuntimeError."""
+    with ONE_LOOP:
+        return asyncio.run_coroutine_threadsafe(end_of(value), event_loop(os.getpid()))
+
+
+async def end_of(value: Any) -> Any:
+    """What an async call ends with; anything else as it is."""
+    try:
+        return await value if isinstance(value, Awaitable) else value
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise as_exception(error) from error
+
+
+def end_async(future: concurrent.futures.Future) -> None:
+    """Cancel an async call. Where it blocks the event loop, the next calls get another loop."""
+    future.cancel()
+    answer = Event()
+    event_loop(os.getpid()).call_soon_threadsafe(answer.set)
+    if not answer.wait(LOOP_ANSWERS):
+        event_loop.cache_clear()

@@ -470,6 +470,14 @@ def test_a_template_whose_calls_are_not_read_is_refused(make):
     turns.check(prompt_of(turns))
 
 
+def test_a_template_that_writes_a_call_as_the_whole_turn_is_read(make):
+    turns = make(TOOLS, QWEN.replace("<tool_call>\\n", "").replace("\\n</tool_call>", ""))
+    turns.check(prompt_of(turns))
+    (talk,) = begin(turns)
+    say(turns, [talk], '{"name": "add", "parameters": {"a": 1, "b": 2}}')
+    assert [message["content"] for message in talk.observations] == ["3"]
+
+
 def test_the_check_is_that_of_the_template(make):
     tools = make(TOOLS)
     tiny.refused("does not show tools", tools.check, prompt_of(tools))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny import PYTHON, ROOT, finish, start_script
 
+from trainer import user_code
 from trainer.environments import running
 from trainer.environments.running import Hung, Worker, awaited, run_all
 
@@ -203,7 +204,7 @@ def test_two_threads_that_need_the_loop_at_once_get_one(monkeypatch):
     monkeypatch.setattr(running, "PATIENCE", 0.0)
     make = asyncio.new_event_loop
     monkeypatch.setattr(asyncio, "new_event_loop", lambda: sleep_then(0.1, make()))
-    running.event_loop.cache_clear()
+    user_code.event_loop.cache_clear()
 
     async def its_loop():
         return asyncio.get_running_loop()
@@ -231,7 +232,7 @@ def test_an_async_function_that_never_ends_is_cancelled_and_the_loop_goes_on():
 
 
 def test_an_async_function_that_blocks_the_loop_is_left_with_it(monkeypatch):
-    monkeypatch.setattr(running, "LOOP_ANSWERS", 0.1)
+    monkeypatch.setattr(user_code, "LOOP_ANSWERS", 0.1)
 
     async def blocking():
         OPEN.wait(60)

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -30,7 +31,8 @@ from tiny import (
 
 from dataset.formats import Keys, TurnText
 from dataset.lm_dataset import RLAIFDataset
-from trainer import train_ppo
+from trainer import train_ppo, user_code
+from trainer.environments.running import awaited
 from trainer.rewards import reward_function, rules
 from trainer.rewards.combine import EvalReward, Reward
 from trainer.runs.distributed import World
@@ -421,7 +423,12 @@ def test_async_functions_of_each_kind_are_awaited_verls_all_at_once_and_in_one_l
         raise KeyError("x")
 
     assert refused("KeyError: 'x' at ", scored, wrong).count(__file__) == 1
-    assert scored(ours) == [1, 2]  # in a new loop
+    assert scored(ours) == [1, 2]
+
+    async def its_loop():
+        return asyncio.get_running_loop()
+
+    assert loops[-1] is loops[0] is awaited(its_loop())  # that of tools and environments
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
@@ -430,6 +437,22 @@ def test_the_time_limit_ends_an_async_function():
         await asyncio.sleep(60)
 
     refused("no answer after 0.05 s", reward_function.call_reward_function, slow, as_request(), 0.05)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
+def test_an_async_function_that_blocks_its_loop_keeps_no_other_from_running(monkeypatch):
+    monkeypatch.setattr(user_code, "LOOP_ANSWERS", 0.1)
+    release = threading.Event()
+
+    async def blocking(prompts, responses, answers):
+        release.wait(60)
+
+    async def quick(prompts, responses, answers):
+        return [1, 2]
+
+    refused("no answer after 0.05 s", reward_function.call_reward_function, blocking, as_request(), 0.05)
+    assert scored(quick) == [1, 2]
+    release.set()
 
 
 def test_a_field_of_the_third_parameters_name_is_not_replaced_by_the_answers(tmp_path):

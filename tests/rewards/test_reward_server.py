@@ -104,8 +104,8 @@ def test_prompt_and_response_are_the_text_that_was_sampled(kind):
         tokens, sizes = torch.tensor([asked + ids]), (torch.tensor([6]), torch.tensor([6]))
         prompts = [Prompt(0, text, None, asked, {}, text)]
         finished, logprobs = torch.tensor([False]), torch.zeros(1, 6)
-        batch = Batch(tokens, *sizes, finished, logprobs, prompts, [said])
-        (prompt,) = with_sampled_space(batch, tokenizer)
+        batch = Batch(tokens, *sizes, finished, logprobs, prompts, ["the last turn"])
+        (prompt,) = with_sampled_space(batch, tokenizer, [said])
         assert prompt.text + said == whole, (asked, ids)
         assert prompt.text in (text, text + " ") and prompt.prompt == text
         spaces += prompt.text != text

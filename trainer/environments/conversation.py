@@ -27,13 +27,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from dataset.chat_template import Ids, Thinking, encode, prompt_text, render, unmark
-from dataset.formats import AnyPrompt, Messages, Tools, TurnText, is_transcript, to_messages
+from dataset.formats import AnyPrompt, Exchange, Messages, Tools, TurnText, is_transcript, to_messages
 from dataset.lm_dataset import Prompt
 from errors import InputError
 from trainer.compute.batch import Batch, Dialogue, new_batch
 from trainer.compute.batching import Device, pad_right, send
 from trainer.environments.environment import Environments, Episode
-from trainer.environments.observations import Observer, tool_message
+from trainer.environments.observations import Observer, asked, tool_message
 from trainer.environments.running import Hung, run_all
 from trainer.environments.tool_calls import BadCall, Call, error_result, read_turn
 from trainer.generation.stops import Endings, decode, response_text
@@ -122,7 +122,12 @@ class MultiTurn:
         """Raise InputError where the chat template cannot go on behind a turn (``Observer.check``)."""
         self.observer.check(prompt.prompt, prompt.tools, **self._switches(prompt))
         if not self.environments.is_text_game and self.tokenizer.response_template is None:
-            check_calls(self.tokenizer, prompt.tools)
+            check_calls(self.tokenizer, self.endings, prompt.tools)
+
+    def example(self, prompt: Prompt) -> Exchange:
+        """A response of two turns to this prompt, as reward models read it."""
+        turn = assistant("0") if self.environments.is_text_game else assistant("", calls=[Call("f", {})])
+        return [*asked(prompt.prompt), turn, self.observer.observation("0")], "0"
 
     def _switches(self, prompt):
         return self.thinking(prompt.index) if self.thinking else {}
@@ -134,17 +139,15 @@ class MultiTurn:
         Raises InputError if reset raises an exception, or if the prompt gets too long."""
         originals = [p.original if isinstance(p, OpenedPrompt) else p for p in prompts]
         seeds = [key % 2**SEED_BITS for key in keys.tolist()]
-        episodes = [self.environments.begin(p.record, seed) for p, seed in zip(originals, seeds, strict=True)]
-        texts = self._run(episodes, [episode.reset for episode in episodes])
-        talks = []
-        for prompt, episode, text in zip(originals, episodes, texts, strict=True):
-            if isinstance(text, Hung):
-                talks.append(Conversation(self._opened(prompt, ""), episode, hung=True))
-            elif isinstance(text, Exception):
-                raise ended_by(text, prompt)
-            else:
-                talks.append(Conversation(self._opened(prompt, text or ""), episode))
-        return talks
+        begun = reset_all(self.environments, originals, seeds, self.args.reward_timeout)
+        return [
+            Conversation(
+                self._opened(prompt, "" if isinstance(text, Hung) else text or ""),
+                episode,
+                hung=isinstance(text, Hung),
+            )
+            for prompt, (episode, text) in zip(originals, begun, strict=True)
+        ]
 
     def _run(self, episodes: list[Episode], jobs: list[Callable[[], T]]) -> list[T | Exception]:
         workers = [episode.worker for episode in episodes]
@@ -154,8 +157,8 @@ class MultiTurn:
         """The prompt with ``text`` at the end of its last user turn."""
         if not text:
             return prompt
-        asked = with_added(prompt.prompt, text)
-        written = prompt_text(self.tokenizer, asked, prompt.tools, **self._switches(prompt))
+        longer = with_added(prompt.prompt, text)
+        written = prompt_text(self.tokenizer, longer, prompt.tools, **self._switches(prompt))
         (ids,) = encode(self.tokenizer, [written])
         if len(ids) > self.longest_prompt:
             raise InputError(
@@ -164,7 +167,7 @@ class MultiTurn:
             )
         return OpenedPrompt(
             index=prompt.index,
-            prompt=asked,
+            prompt=longer,
             answer=prompt.answer,
             prompt_ids=ids,
             record=prompt.record,
@@ -258,11 +261,11 @@ class MultiTurn:
         a text game's rewards. Raises InputError if get_reward raises an exception."""
         if self.environments.is_text_game:
             return [None if talk.hung else sum(talk.turn_rewards) for talk in talks]
-        asked = [talk for talk in talks if self.environments.has_reward and not talk.hung]
-        episodes = [talk.episode for talk in asked]
+        scored = [talk for talk in talks if self.environments.has_reward and not talk.hung]
+        episodes = [talk.episode for talk in scored]
         rewards = self._run(episodes, [episode.get_reward for episode in episodes])
         scores = {}
-        for talk, reward in zip(asked, rewards, strict=True):
+        for talk, reward in zip(scored, rewards, strict=True):
             if isinstance(reward, Hung):
                 talk.hung = True
                 talk.end(finished=False)
@@ -305,6 +308,22 @@ class MultiTurn:
         return batch
 
 
+def reset_all(
+    environments: Environments, prompts: Sequence[Prompt], seeds: Sequence[int], seconds: float
+) -> list[tuple[Episode, str | Hung | None]]:
+    """The episode of each prompt, reset, with the text for the prompt. seconds: time limit, 0 for none.
+    Raises InputError if reset raises an exception."""
+    episodes = [environments.begin(prompt.record, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+    workers = [episode.worker for episode in episodes]
+    begun: list[tuple[Episode, str | Hung | None]] = []
+    texts = run_all([episode.reset for episode in episodes], seconds, workers)
+    for prompt, episode, text in zip(prompts, episodes, texts, strict=True):
+        if isinstance(text, Exception) and not isinstance(text, Hung):
+            raise ended_by(text, prompt)
+        begun.append((episode, text))
+    return begun
+
+
 def with_added(prompt: AnyPrompt, text: str) -> AnyPrompt:
     """The prompt with a text at the end of its last user turn, or with a user turn of this text if it has
     none."""
@@ -327,13 +346,17 @@ def assistant(content: str, thought: str = "", calls: Sequence[Call] = ()) -> di
     return {"role": "assistant", "content": TurnText(content, thought, called)}
 
 
-def check_calls(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> None:
+def check_calls(tokenizer: PreTrainedTokenizerBase, endings: Endings, tools: Tools) -> None:
     """Raise InputError where the chat template writes calls in a form that ``read_turn`` does not know: what
     the policy has learned to write would never be run."""
     call = Call("f", {"x": "1"})
     question = to_messages("question")
-    text = render(tokenizer, [*question, assistant("", calls=[call])], tools=tools)
-    if call not in read_turn(tokenizer, unmark(text)).calls:
+    before = unmark(render(tokenizer, question, generate=True, tools=tools))
+    turn = unmark(render(tokenizer, [*question, assistant("", calls=[call])], tools=tools))
+    turn = turn.removeprefix(before)
+    for end in tokenizer.convert_ids_to_tokens(endings.eos):
+        turn, _, _ = turn.partition(end)
+    if call not in read_turn(tokenizer, turn).calls:
         raise InputError(
             "--tools, --env: the chat template writes calls in a form that is not read, as <tool_call>{json}"
             "</tool_call> is; give another --prompt_template, or a tokenizer with a response_template"

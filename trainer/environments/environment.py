@@ -29,9 +29,18 @@ from dataset.formats import Record, keys_found
 from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.weights import short_hash
-from trainer.environments.running import Worker, as_exception, awaited
+from trainer.environments.running import Worker, awaited
 from trainer.environments.tool_calls import CallError, as_unicode
-from trainer.user_code import Modules, code_of, contained, described, load_named, mistake, shown
+from trainer.user_code import (
+    Modules,
+    as_exception,
+    code_of,
+    contained,
+    described,
+    load_named,
+    mistake,
+    shown,
+)
 
 Tool = Callable[..., object]
 OWN = os.path.dirname(__file__)

@@ -6,25 +6,21 @@ ended, or waits in the event loop, or has run for ``PATIENCE``: short ones run o
 plain loop, and those that wait for something else (a server, a process) run at the same time.
 """
 
-import asyncio
 import ctypes
-import os
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache
 from queue import SimpleQueue
-from threading import Event, Lock, Thread, current_thread
+from threading import Event, Thread, current_thread
 from typing import Generic, TypeVar
 
-from trainer.user_code import contained, described
+from trainer.user_code import as_exception, contained, end_async, start_async
 
 T = TypeVar("T")
 PATIENCE = 0.02  # seconds
 AT_ONCE = 32  # jobs
-LOOP_ANSWERS = 1.0  # seconds after which an event loop is blocked
 
 
 class Hung(Exception):
@@ -109,11 +105,7 @@ class Worker:
     def abandon(self, task: Task) -> None:
         """Leave a thread whose task hangs. It ends if it computes; where it sleeps nothing can end it."""
         if task.future:
-            task.future.cancel()
-            answer = Event()
-            event_loop(os.getpid()).call_soon_threadsafe(answer.set)
-            if not answer.wait(LOOP_ANSWERS):  # an async function keeps it from all others
-                event_loop.cache_clear()
+            end_async(task.future)
         if self.thread and self.thread.ident:
             self.thread.tasks.put(None)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -153,44 +145,14 @@ def run_all(
     return results
 
 
-def as_exception(error: BaseException) -> Exception:
-    """SystemExit and its like end no run."""
-    if isinstance(error, Exception):
-        return error
-    return RuntimeError(described(error)).with_traceback(error.__traceback__)
-
-
-# ---------------------------------------------------------------- async functions
-
-ONE_LOOP = Lock()
-
-
-@cache
-def event_loop(process: int) -> asyncio.AbstractEventLoop:
-    """One for all calls of a process, in a thread of its own, which a forked process has not: what async
-    functions keep open between calls, such as a client, belongs to it."""
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
 def awaited(value: object) -> object:
     """What an async call of the user's ends with; anything else as it is. All that wait are at work at the
     same time."""
     if not isinstance(value, Awaitable):
         return value
-    with ONE_LOOP:
-        future = asyncio.run_coroutine_threadsafe(end_of(value), event_loop(os.getpid()))
+    future = start_async(value)
     thread = current_thread()
     if isinstance(thread, JobThread) and thread.task:
         thread.task.future = future
         thread.task.lets_go.set()
     return future.result()
-
-
-async def end_of(value: Awaitable) -> object:
-    """What it ends with. SystemExit would end the event loop."""
-    try:
-        return await value
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise as_exception(error) from error

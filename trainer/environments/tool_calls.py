@@ -1,12 +1,18 @@
 """The calls of tools in a turn of the policy's: text -> what is said, what is called, what is thought.
 
-A tokenizer with a ``response_template`` (transformers) reads its own format. Others are read as Qwen, Hermes,
-MiniMind and SmolLM write: <tool_call>{"name": …, "arguments": {…}}</tool_call>, several in a turn, with text
-around them. A call inside <think>…</think> is none. Another format: here only.
+A tokenizer with a ``response_template`` (transformers) reads its own format. Others are read as
+
+- Qwen, Hermes, MiniMind and SmolLM write: <tool_call>{"name": …, "arguments": {…}}</tool_call>, several in a
+  turn, with text around them. Hermes' data has Python's dicts there, with single quotes;
+- Llama 3 writes: {"name": …, "parameters": {…}} is the whole turn.
+
+A call inside <think>…</think> is none. Another format: here only.
 """
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +114,10 @@ def _read_tags(text: str, before: str) -> Turn:
                 content.append(text[tag.start() : place])
         else:
             thinks = tag[0] == "<think>"
-    return Turn("".join(content).strip(), calls, "\n".join(filter(None, thoughts)))
+    said = "".join(content).strip()
+    if not calls and (call := _whole_turn(said)):
+        return Turn("", [call], "\n".join(filter(None, thoughts)))
+    return Turn(said, calls, "\n".join(filter(None, thoughts)))
 
 
 def _read_call(text: str, start: int) -> tuple[list[Call | BadCall], int]:
@@ -123,9 +132,32 @@ def _read_call(text: str, start: int) -> tuple[list[Call | BadCall], int]:
     except (ValueError, RecursionError) as reason:
         error = f"no JSON in a call: {described(reason)}"
     inside, closed, _ = text[start:].partition(CALL_END)
+    end = start + len(inside) + len(closed)
     if not closed:
         error = f"{CALL_END} is missing"
-    return [BadCall(f"{error}; write {FORM}")], start + len(inside) + len(closed)
+    elif (literal := _python_literal(inside)) is not None:
+        return _calls_of(literal), end
+    return [BadCall(f"{error}; write {FORM}")], end
+
+
+def _python_literal(text: str) -> Any:
+    """A dict or list as Python writes it, None for any other text. Nothing is run."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of "\\d" in a text
+            value = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return value if isinstance(value, dict | list) else None
+
+
+def _whole_turn(text: str) -> Call | BadCall | None:
+    """The call that a turn is, None for any other turn."""
+    try:
+        value = JSON.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    is_call = isinstance(value, dict) and value.keys() in ({"name", "parameters"}, {"name", "arguments"})
+    return _call_of(value) if is_call else None
 
 
 def _no_number(name: str) -> float:
@@ -159,7 +191,7 @@ def _call_of(value: Any) -> Call | BadCall:
         if _is_deep(arguments, DEEPEST):
             raise ValueError(f"more than {DEEPEST} levels")
         json.dumps([name, arguments], ensure_ascii=False).encode()  # half a surrogate pair is no text
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         return BadCall(f'"arguments" of {as_unicode(name)}: {described(error)}')
     if not isinstance(arguments, dict | None):
         return BadCall(f'"arguments" of {name} must be an object, {{"name": value}}')

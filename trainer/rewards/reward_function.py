@@ -41,7 +41,17 @@ from errors import InputError
 from model.weights import short_hash
 from trainer.compute.batch import Dialogue, Steps
 from trainer.rewards.reward_models import parse_spec
-from trainer.user_code import Modules, code_of, contained, load_named, mistake, shown
+from trainer.user_code import (
+    Modules,
+    code_of,
+    contained,
+    end_async,
+    end_of,
+    load_named,
+    mistake,
+    shown,
+    start_async,
+)
 
 RewardFunction = Callable[..., object]  # the user's: what it returns is checked
 RewardFunctions = dict[str, tuple[RewardFunction, float]]  # {name of the part: (function, weight)}
@@ -80,7 +90,7 @@ class Request:
     run_values: dict[str, object] = field(default_factory=dict)  # ``run_values``
     logged: dict[str, list[float]] = field(default_factory=dict)  # {name: what a function gave log_metric}
     dialogues: Sequence[Dialogue] = ()  # of several turns
-    whole_texts: Sequence[str] = ()  # of several turns: all of each response, with observations
+    whole_texts: Sequence[str] = ()  # all of each response, with observations
 
     @property
     def beginnings(self) -> list[str]:
@@ -449,29 +459,19 @@ def call_reward_function(function: RewardFunction, request: Request, seconds: fl
     return scores, steps
 
 
-@cache
-def event_loop() -> asyncio.Runner:
-    """One for all calls: what an async function keeps open between them, such as a client, belongs to it."""
-    return asyncio.Runner()
-
-
 def await_all(returned: list[object]) -> list[object]:
     """What calls return: of async ones, all at work at the same time, what they end with."""
-    if not any(map(inspect.isawaitable, returned)):
+    if not any(isinstance(x, Awaitable) for x in returned):
         return returned
 
-    async def value(x: object) -> object:
-        return await x if isinstance(x, Awaitable) else x
-
     async def gathered() -> list[object]:
-        return await asyncio.gather(*map(value, returned))
+        return await asyncio.gather(*map(end_of, returned))
 
-    runner = event_loop()
+    future = start_async(gathered())
     try:
-        return runner.run(gathered())
-    except BaseException:
-        event_loop.cache_clear()
-        runner.close()  # ends the calls that are still at work
+        return future.result()
+    except BaseException:  # TimeUp too
+        end_async(future)
         raise
 
 
