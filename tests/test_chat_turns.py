@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import signal
 import time
 
@@ -331,8 +332,13 @@ def test_the_greedy_answers_of_an_evaluation_are_those_of_chat(world, tmp_path, 
     sizes = {"max_steps": 1, "batch_size": 2, "mini_batch_size": 2, "max_gen_len": 100, "num_generations": 2}
     shown = {"eval_data_path": record, "out_dir": tmp_path, "run_name": "run"}
     tiny.train(**files, **sizes, **shown)
+    [talk] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("talk ")]
     greedy = tiny.read_jsonl(tmp_path / "run" / "eval_samples.jsonl")[0]["greedy"]
-    capsys.readouterr()
     one = player(world, "player", record)
-    talk = one.play(chat.asked_by(one.record))
-    assert greedy["messages"] == talk.messages
+    played = one.play(chat.asked_by(one.record))
+    assert greedy["messages"] == played.messages
+    # The last line of the run names what chat.py needs: its policy plays the first record.
+    args = chat.parse_args(shlex.split(talk)[3:])
+    one = chat.make_speaker(args, chat.read_record(args.record), torch.device("cpu"))
+    assert one.name == str(tmp_path / "ppo_actor_64.pth") and one.limits.max_turns == 8
+    assert one.play(chat.asked_by(one.record)).episode.environment.number == one.record["number"]

@@ -3,6 +3,7 @@
 train_ppo.py trains it. The models, and why the reference never changes: models.py.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.sharding import ShardGroup
 from trainer.environments.conversation import MultiTurn, ended_by, reset_all
-from trainer.environments.environment import Environments, load_environments
+from trainer.environments.environment import Environments, load_environments, needed
 from trainer.environments.running import Hung
 from trainer.evaluation import Evaluation
 from trainer.flags import Flags, minimind_pth
@@ -582,7 +583,20 @@ class PpoRun(Run):
         if described := self.best.describe(best, self.progress.step):
             words += f"best     {described}\n{note(best)}"
         words += f"average  {average} (--ema_beta)\n{note(average)}" if self.ema.batches else ""
-        return f"{words}talk     {self.command('chat.py', '--model', self.result_path)}"
+        return f"{words}talk     {self.command('chat.py', '--model', self.result_path, *self._turn_flags())}"
+
+    def _turn_flags(self) -> list[str]:
+        """What chat.py needs to play as the run has."""
+        args = self.args
+        if self.environments is None:
+            return []
+        flags = ["--env", os.path.abspath(args.env)] if args.env else []
+        flags += ["--tools", *map(os.path.abspath, args.tools)] if args.tools else []
+        flags += ["--max_turns", str(args.max_turns)]
+        if needed(self.environments.reset_takes):  # the first record has that
+            data = args.data_path
+            flags += ["--record", os.path.abspath(data) if os.path.exists(data) else data]
+        return flags
 
 
 def turns_of(tokenizer: PreTrainedTokenizerBase, eos: Iterable[int]) -> tuple[str, bool]:
