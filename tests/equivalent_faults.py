@@ -96,6 +96,8 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
 
 SEVERAL = "tests/runs/test_several_answers.py"
 EVALUATION = "tests/test_evaluation.py"
+TURNS = "tests/environments/test_conversation.py"
+WHOLE_TURNS = "tests/test_whole_step.py::test_three_steps_equal_a_recomputation_in_plain_torch[several turns]"
 ALONE = "tests/rewards/test_rewards.py::test_each_response_of_a_batch_is_scored_as_if_it_were_alone"
 # {file: [(right, wrong, test file)]}: what a referee broke once without any test noticing, such as rows that
 # changed places.
@@ -174,6 +176,30 @@ HAND_WRITTEN = {
     ],
     "trainer/compute/precision.py": [
         ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py")
+    ],
+    # Of several turns: others' faults, see tests/environments and docs/ppo.md.
+    "trainer/environments/conversation.py": [
+        ("self.is_action += [False] * len(ids)", "self.is_action += [True] * len(ids)", TURNS),
+        (
+            "self.is_action += [True] * len(ids)",
+            "self.is_action += [True] * (len(ids) - 1) + [False]",  # the end of a turn is not learned
+            TURNS,
+        ),
+        ("self.turn_ends.append(len(self.ids) - 1)", "self.turn_ends.append(len(self.ids))", TURNS),
+        ("zip(talks, scores, strict=True)\n", "zip(talks, scores[::-1], strict=True)\n", TURNS),
+    ],
+    "trainer/rollout.py": [
+        ("[len(conversation.ids) for conversation in going_on]", "[0 for _ in going_on]", WHOLE_TURNS),
+        ("keys[rows],", "keys[: len(rows)],", TURNS),
+        ("[greedy[i] for i in rows]", "greedy[: len(rows)]", TURNS),
+    ],
+    "trainer/compute/batch.py": [
+        ("mask if self.is_action is None else mask & self.is_action", "mask", WHOLE_TURNS),
+        (
+            "if self.is_action is None:\n            return None",
+            "if True:\n            return None",
+            WHOLE_TURNS,
+        ),
     ],
     "dataset/lm_dataset.py": [
         ("self.ids(reply, context)", "self.ids(reply)", "tests/dataset/test_dataset.py")

@@ -56,6 +56,9 @@ TESTS = {
         "tests/test_progress_bar.py::test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit",
         "tests/test_flags.py::test_a_flag_that_excludes_another_is_one_line_with_both_and_the_reason",
     ],
+    "trainer/environments/conversation.py": ["tests/environments/test_conversation.py"],
+    "trainer/environments/observations.py": ["tests/environments/test_observations.py"],
+    "trainer/environments/tool_calls.py": ["tests/environments/test_tool_calls.py"],
     "trainer/options/best.py": ["tests/test_best.py"],
     "trainer/options/ema.py": ["tests/test_ema.py"],
     "trainer/options/filter_groups.py": [

@@ -15,9 +15,11 @@ from trainer.compute.batch import new_batch
 from trainer.compute.batching import pad_right
 from trainer.environments.conversation import MultiTurn, OpenedPrompt
 from trainer.environments.environment import load_environments
+from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import Endings, Forbidden, StopStrings
 from trainer.rewards.reward_function import Request
+from trainer.rollout import RolloutEngine
 
 GAME = """
 class Game:
@@ -461,6 +463,24 @@ def test_the_switches_of_thinking_are_those_of_the_record(make):
     for talk, end in zip(talks, ends, strict=True):
         assert talk.prompt.text.endswith(f"Go.<|im_end|>\n{end}")
         assert text_of(turns, talk).endswith(f"heard 1<|im_end|>\n{end}")
+
+
+def test_a_response_does_not_depend_on_the_others_of_its_batch(make):
+    """Its noise, its choice between greedy and sampled and its place go on with it when others end before."""
+    turns = make(GAME, max_gen_len=150)
+    model = tiny.tiny_llama(len(turns.tokenizer), spread=3.0)
+    args = Namespace(max_gen_len=150, min_gen_len=0)
+    ends = Endings([*range(0, len(turns.tokenizer), 4)], None, turns.endings.forbidden)  # turns are short
+    turns.endings = ends
+    engine = RolloutEngine(Sampler(model), turns.tokenizer, ends, args, sharded=False, turns=turns)
+    prompts = [prompt_of(turns, rounds=1 + row % 4) for row in range(8)]
+    greedy = [row % 3 == 0 for row in range(8)]
+    together = engine.respond(prompts, KEYS, 1.0, greedy)
+    assert len({dialogue.turns for dialogue in together.dialogues}) == 4
+    for row in range(8):
+        alone = engine.respond([prompts[row]], KEYS[[row]], 1.0, [greedy[row]])
+        assert alone.responses() == [together.responses()[row]]
+        assert alone.dialogues[0].messages == together.dialogues[row].messages
 
 
 def test_a_template_whose_calls_are_not_read_is_refused(make):
