@@ -2,11 +2,12 @@
 is. Whole steps beside plain torch: test_whole_step.py."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from steps import add_gradients, collected, filled, take_step, update
-from tiny import flags
+from tiny import flags, turn_files
 
 from trainer import models as run_models
 from trainer import train_ppo
@@ -123,15 +124,24 @@ def test_the_samplers_logprobs_are_the_old_ones_in_fp32_or_with_a_single_update_
     assert not single.single_update
 
 
-def test_padding_changes_no_gradient(files):
-    """Whatever stands in the padding, of tokens and of every [B, R] field, is never read."""
-    run, prompts = make_run(files)
+def of_turns(folder):
+    """Flags of a run in several turns."""
+    given = turn_files(folder)
+    return {"env": f"{given.pop('code')}:Game", "max_gen_len": 60, "kl_in": "reward", **given}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_padding_changes_no_gradient(files, tmp_path, several):
+    """Whatever stands in the padding, of tokens and of every [B, R] field, is never read; nor are these
+    fields at observations."""
+    run, prompts = make_run({}, **of_turns(tmp_path)) if several else make_run(files)
     rollout, _ = filled_rollout(run, prompts)
+    assert (rollout.is_action is not None) == several
     minibatch = rollout.rows(range(8))
     plain, _ = gradients(run, minibatch)
     garbage, padded = copy.copy(minibatch), 0
     for name, x in vars(minibatch).items():
-        if isinstance(x, torch.Tensor) and x.dim() == 2:
+        if isinstance(x, torch.Tensor) and x.dim() == 2 and name != "is_action":
             real = (
                 length_mask(minibatch.layout.length, x.shape[1])
                 if name == "tokens"
@@ -141,6 +151,25 @@ def test_padding_changes_no_gradient(files):
             padded += (~real).sum().item()
     assert padded > 50
     assert furthest(plain, gradients(run, garbage)[0]) < 1e-6
+
+
+def test_an_observation_changes_no_gradient_of_the_tokens_before_it(tmp_path):
+    """It is changed after the fact, and of each response the first turn is learned."""
+    run, prompts = make_run({}, **of_turns(tmp_path))
+    rollout, _ = filled_rollout(run, prompts)
+    minibatch = rollout.rows(range(8))
+    first = minibatch.is_action.long().cumprod(1).bool()  # [B, R], before the first observation
+    assert (minibatch.is_action & ~first).any()
+    columns = torch.arange(minibatch.tokens.shape[1]) - minibatch.prompt_len[:, None]
+    behind = columns.clamp(0, first.shape[1] - 1)
+    changed = (columns >= 0) & ~first.gather(1, behind)
+    tokens = torch.where(changed, 1, minibatch.tokens)
+    found = [
+        gradients(run, replace(minibatch, is_action=first, tokens=x))[0] for x in (minibatch.tokens, tokens)
+    ]
+    assert changed.sum() > 20 and furthest(*found) < 1e-6
+    whole = [gradients(run, replace(minibatch, tokens=x))[0] for x in (minibatch.tokens, tokens)]
+    assert furthest(*whole) > 1e-3  # the later turns have read it
 
 
 def test_micro_batches_and_prompts_computed_once_change_no_gradient(files):
