@@ -118,6 +118,12 @@ def test_a_call_that_cannot_be_read_is_one_with_its_error_and_stays_in_the_conte
     assert turn.content == f"a {tagged(text)}"
 
 
+def test_a_list_with_a_broken_call_has_the_others_too():
+    turn = read(tagged(f"[{ADD}, 3]"))
+    assert turn.calls[0] == CALL and isinstance(turn.calls[1], BadCall) and len(turn.calls) == 2
+    assert turn.content == tagged(f"[{ADD}, 3]")
+
+
 def test_a_call_that_is_not_closed_is_none():
     for text in (f"<tool_call>{ADD}", "<tool_call>\n{", "<tool_call>", f"<tool_call>{ADD}</tool_cal"):
         turn = read(f"a {text}")

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from recorded_graphs import LAY_OUT, RecordedGraphs, Waits, sample_as_on_a_gpu, without_kernels
-from test_engine import PROMPTS, VOCABULARY, draw
+from test_engine import LONG, PROMPTS, VOCABULARY, draw, forgetful, in_three_turns
 from test_families import FAMILIES, build
 from tiny import refused, tiny_llama
 from torch.utils._python_dispatch import _disable_current_modes
@@ -412,3 +412,17 @@ def test_all_experts_compute_what_the_chosen_ones_compute(version):
     with Waits(refuse=False) as waits, torch.inference_mode():
         moe(torch.randn(3, 2, 32))
     assert waits.found
+
+
+@pytest.mark.parametrize("slots", [4, 64])
+def test_later_turns_go_on_from_the_cache_in_captured_steps(model, gpu, slots):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "CudaGraphs", CudaGraphs)
+        patch.setattr(SamplerCopy, "_lay_out", LAY_OUT)
+        expected, logprobs, prefilled = in_three_turns(forgetful(model), LONG)
+    sampler = Sampler(model, slots=slots)
+    found, others, some = in_three_turns(sampler, LONG)
+    assert found == expected and (some == 0 if slots == 64 else 0 < some < prefilled)
+    assert torch.allclose(others, logprobs, atol=1e-5)
+    steps = [key[-1] for key in sampler.graphs.captured]
+    assert 1 <= steps.count("_feed") < steps.count("_decode") + 2

@@ -6,6 +6,7 @@ What happens on a GPU only: test_cuda_branches.py.
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from trainer.compute.cpu import kernels as cpu
 from trainer.compute.precision import round_frozen
 from trainer.compute.scoring import PolicyScorer, pack_sequences, score_all
 from trainer.generation import kv_cache, sampler_copy
-from trainer.generation.engine import Sampler
+from trainer.generation.engine import Engine, Sampler
 from trainer.generation.kv_cache import KVCache
 from trainer.generation.sampling import noise_keys
 from trainer.inputs import check_sampling
@@ -262,3 +263,81 @@ def test_a_later_turn_goes_on_where_the_response_stands(model):
         assert torch.allclose(rest.sampler_logprobs[row, : len(expected)], expected, atol=1e-5)
     again = sampler.sample(PROMPTS, keys, [0], 10, 1.0, min_gen_len=6)
     assert again.responses() == responses
+
+
+def in_three_turns(sampler, prompts, load=None, observation=3):
+    """-> responses of three turns, with what stands between them, all log-probs, and how many tokens were
+    prefilled in later turns. load: newer weights before each of these."""
+    keys = noise_keys(7, 3, range(len(prompts)))
+    contexts, first = [[*prompt] for prompt in prompts], [0] * len(prompts)
+    logprobs, prefilled = [], 0
+    for turn in range(3):
+        if turn and load:
+            sampler.load(load)
+        with prefills(sampler) as seen:
+            batch = sampler.sample(contexts, keys, [0, 3], 100, 1.0, first_places=first)
+        prefilled += turn and sum(seen)
+        logprobs += [row[:n] for row, n in zip(batch.sampler_logprobs, batch.response_len, strict=True)]
+        said = [[2 + (row + turn + i) % 5 for i in range(observation)] for row in range(len(prompts))]
+        new = [ids + more for ids, more in zip(batch.responses(), said, strict=True)]
+        contexts = [ids + more for ids, more in zip(contexts, new, strict=True)]
+        first = [n + len(more) for n, more in zip(first, new, strict=True)]
+    return contexts, torch.cat(logprobs), prefilled
+
+
+@contextmanager
+def prefills(sampler):
+    """Notes the numbers of tokens of each prefill."""
+    seen, plain = [], Engine._prefill
+
+    def noted(engine, prompts, groups):
+        seen.append(sum(map(len, prompts)))
+        return plain(engine, prompts, groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_prefill", noted)
+        yield seen
+
+
+def forgetful(model, **more):
+    """A sampler that computes each turn anew."""
+    sampler = Sampler(model, **more)
+    sample = sampler.sample
+
+    def again(*given, **named):
+        sampler.release()
+        return sample(*given, **named)
+
+    sampler.sample = again
+    return sampler
+
+
+LONG = [[2 + (row + i) % 5 for i in range(20 + row % 4 * 9)] for row in (0, 0, 0, 1, 2, 3, 3, 5, 6, 7)]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3-MoE", "Gemma 3", "GPT-NeoX", "MiniMind 3 MoE"])
+def test_a_later_turn_computes_its_new_tokens_only(name):
+    """And samples what is sampled where every turn is computed anew. Some prompts are alike."""
+    model = build(FAMILIES[name]())
+    expected, logprobs, prefilled = in_three_turns(forgetful(model), LONG)
+    assert prefilled > 500
+    found, others, none = in_three_turns(Sampler(model), LONG)
+    assert found == expected and none == 0
+    assert torch.allclose(others, logprobs, atol=1e-4)
+    few = Sampler(model, slots=4)  # what has lost its slot is computed anew
+    found, others, some = in_three_turns(few, LONG)
+    assert found == expected and 0 < some < prefilled
+    assert torch.allclose(others, logprobs, atol=1e-4)
+
+
+def test_a_later_turn_with_many_new_tokens_is_computed_anew(model):
+    found, _, prefilled = in_three_turns(Sampler(model), LONG, observation=20)
+    expected, _, whole = in_three_turns(forgetful(model), LONG, observation=20)
+    assert found == expected and whole / 4 < prefilled <= whole
+
+
+def test_newer_weights_compute_the_whole_turn(model):
+    newer = tiny_llama(VOCABULARY, seed=1, layers=2, spread=3.0)
+    expected, _, prefilled = in_three_turns(forgetful(model), LONG, load=newer)
+    found, _, again = in_three_turns(Sampler(model), LONG, load=newer)
+    assert (found, again) == (expected, prefilled)

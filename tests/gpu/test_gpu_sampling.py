@@ -61,6 +61,23 @@ def test_a_later_turn_goes_on_where_the_response_stands(model):
     assert sum(a == b for a, b in zip(responses, whole, strict=True)) / len(whole) > 0.95
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_later_turn_goes_on_from_the_cache(name):
+    """It computes its new tokens only, and samples what a turn samples that is computed anew."""
+    model = made(name).cuda()
+    keys = noise_keys(7, 3, range(16))
+    prompts = [[2 + (row + i) % 5 for i in range(20 + row)] for row in range(16)]
+    sampler = Sampler(model)
+    turn = sampler.sample(prompts, keys, [0], 30, 1.0, first_places=[0] * 16)
+    new = [[*ids, 2, 3][:20] for ids in turn.responses()]
+    prompts = [ids + more for ids, more in zip(prompts, new, strict=True)]
+    first = [len(more) for more in new]
+    found = sampler.sample(prompts, keys, [0], 30, 1.0, first_places=first)
+    assert any(key[-1] == "_feed" for key in sampler.graphs.captured)
+    anew = Sampler(model).sample(prompts, keys, [0], 30, 1.0, first_places=first)
+    assert share_of_equals(found, anew) > 0.9
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_captured_steps_sample_what_plain_steps_sample(name, dtype):

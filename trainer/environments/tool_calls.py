@@ -101,7 +101,6 @@ def _read_tags(text: str, before: str) -> Turn:
             thoughts.append(thought.strip())
             place += len(thought) + len("</think>")
             thinks = False
-            continue
         tag = TAG.search(text, place)
         content.append(text[place : tag.start() if tag else None])
         if tag is None:

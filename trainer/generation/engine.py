@@ -6,6 +6,9 @@ A fixed number of slots each hold one sequence, at its own position. A decoding 
 one token. Finished sequences leave, the last live ones move into their slots, and waiting prompts are
 prefilled into the slots behind. The sampled tokens do not depend on any of this, up to rounding: see
 sampling.py. What ends a response: stops.py.
+
+Of responses of several turns, keys and values stay until the slot is needed: a call begins a later turn with
+the tokens that are new, where these are few (``Engine._go_on``).
 """
 
 import inspect
@@ -39,6 +42,7 @@ COMPACT_AT = 8
 STEPS_PER_CHECK = 8  # on a GPU, decoding steps between two checks for finished sequences, which wait for it
 MIN_GRAPH_COLUMNS = 128  # the least columns of a captured step; more double them
 GRAPH_ROWS = 32  # rows of a captured step: a power of 2 up to here, above it a multiple
+FEW = 4  # a later turn goes on from the cache where at most one in so many of its tokens is new
 # On a CPU, decoded rows and the head's come in multiples of 8: in fp32, products of fewer rows may round
 # differently, and in bf16 oneDNN compiles code for each new shape
 ROW_MULTIPLE = 8
@@ -73,6 +77,8 @@ class Sampler:
     def load(self, policy: PreTrainedModel) -> "Sampler":
         """Copy this policy's weights into the sampler. -> self"""
         self.copy.load(policy)
+        if self.engine:
+            self.engine.keeps = False  # keys and values of the weights before
         return self
 
     def release(self) -> None:
@@ -97,8 +103,8 @@ class Sampler:
         """One response a prompt -> ``Batch`` with its first five fields, in the order of the prompts.
 
         keys [B]: from ``noise_keys``; textless: of ``Forbidden``; greedy [B]: whose tokens are the likeliest
-        ones; temperature 0: all, at 1. first_places [B]: how many tokens at the end of each prompt are of the
-        response, its earlier turns: lengths and noise go on behind them.
+        ones; temperature 0: all, at 1. first_places [B], of several turns: how many tokens at the end of each
+        prompt are of the response, its earlier turns: lengths and noise go on behind them.
         InputError if a single sequence does not fit, or if the model gives NaN.
         """
         count = len(prompt_ids)
@@ -110,7 +116,7 @@ class Sampler:
         def run():
             sizes = tuple(map(max, self.sizes, (count, width, max_gen_len)))
             engine = self._engine(sizes, (Forbidden(min_gen_len, tuple(eos_ids), textless), stops))
-            engine.start(prompt_ids, noise, temperature or 1.0, first)
+            engine.start(prompt_ids, noise, temperature or 1.0, first, keeps=len(first_places) > 0)
             with phase("sampling", count, "responses") as bar:
                 while engine.waiting or engine.live:
                     engine.admit()
@@ -194,12 +200,21 @@ class Engine:
         self.logprobs = zeros(rows + 1, limit + 1, dtype=torch.float32)
         self.response_len = zeros(rows)
         self.finished = zeros(rows, dtype=torch.bool)
+        self.keeps = False
 
     def start(
-        self, prompt_ids: list[list[int]], noise: Tensor, temperature: float, first_places: list[int]
+        self,
+        prompt_ids: list[list[int]],
+        noise: Tensor,
+        temperature: float,
+        first_places: list[int],
+        keeps: bool,
     ) -> None:
         """Begin a call: all prompts wait, the longest first, so that similar ones are prefilled together.
-        noise [B, longest response] fp64: of ``uniform``, or ``GREEDY``; first_places: as in ``sample``."""
+        noise [B, longest response] fp64: of ``uniform``, or ``GREEDY``; first_places: as in ``sample``.
+        keeps: finished sequences stay in free slots, for later turns in further calls."""
+        kept = self._kept()
+        self.keeps = keeps
         self.first_places = first_places
         self.prompts = [tuple(prompt) for prompt in prompt_ids]
         self.temperature = temperature
@@ -208,6 +223,7 @@ class Engine:
         self.noise[: len(noise), : self.limit] = send(noise, self.noise.device)
         self.longest = 0  # at most how many tokens the sequence in a slot has
         self._clear_slots(0)
+        self._go_on(kept)
 
     def _clear_slots(self, live):
         """Mark the slots from ``live`` on as empty: what they write goes to the last row and column."""
@@ -215,6 +231,52 @@ class Engine:
         self.row[live:] = len(self.tokens) - 1
         self.position[live:] = 0
         self.done[live:] = 1
+
+    def _kept(self):
+        """{tokens whose keys and values are in the cache: [the slots]} of sequences of the call before."""
+        kept: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        if not self.keeps or self.live:
+            return kept
+        tokens = self.tokens.tolist()
+        for slot, (row, position) in enumerate(zip(self.row.tolist(), self.position.tolist(), strict=True)):
+            if row + 1 < len(tokens):
+                ids = (*self.prompts[row], *tokens[row][self.first_places[row] :])
+                kept[ids[:position]].append(slot)
+        return kept
+
+    def _go_on(self, kept):
+        """Let later turns go on from the cache: the tokens that are new are decoded, all but the last one of
+        each. It does not depend on other rows which turns these are, as rounding then would."""
+        found = []  # (row, slot, how many of its tokens are in the cache)
+        for row in self.waiting:
+            prompt = self.prompts[row]
+            least = len(prompt) - len(prompt) // FEW
+            known = next((n for n in range(len(prompt) - 1, least - 1, -1) if kept.get(prompt[:n])), 0)
+            if known:
+                found.append((row, kept[prompt[:known]].pop(), known))
+        if not found:
+            return
+        rows, slots, lengths = zip(*found, strict=True)
+        self.live = len(rows)
+        self.waiting = [row for row in self.waiting if row not in rows]
+        new = slice(0, self.live)
+        self.cache.move(send(torch.tensor(slots), self.device), new, max(lengths))
+        steps = max(len(self.prompts[row]) - known for row, _, known in found)
+        places = []  # aligned at their ends: a row with fewer new tokens waits at its first one
+        for row, _, known in found:
+            end = len(self.prompts[row])
+            places.append([known] * (steps - end + known) + [*range(known, end)])
+        tokens = [[self.prompts[row][i] for i in mine] for row, mine in zip(rows, places, strict=True)]
+        begun = [self.first_places[row] for row in rows]
+        self.state[:, new] = 0
+        self.row[new], self.count[new] = send(torch.tensor([rows, begun]), self.device)
+        self.longest = max(len(self.prompts[row]) for row in rows)
+        self._share()
+        columns = send(torch.tensor([tokens, places]), self.device).unbind(2)
+        for column in columns[:-1]:
+            self.token[new], self.position[new] = column
+            self._run(self._feed)
+        self.token[new], self.position[new] = columns[-1]
 
     def admit(self) -> None:
         """Prefill waiting prompts into free slots, once an eighth of the slots are free, or enough for all
@@ -236,7 +298,10 @@ class Engine:
     def _share(self):
         """Tell a CPU's cache which prompts are in the slots: it reads each once for all its answers."""
         if self.cache.block:
-            self.cache.share([self.prompts[row] for row in self.row[: self.live].tolist()])
+            rows = self.row[: self.live].tolist()
+            self.cache.share(
+                [self.prompts[row][: len(self.prompts[row]) - self.first_places[row]] for row in rows]
+            )
 
     def _prefill(self, prompts, groups):
         """Compute these prompts, and sample the first token of each row of their groups."""
@@ -262,23 +327,32 @@ class Engine:
     def advance(self) -> None:
         """Decode the next token of every live sequence; on a GPU, ``STEPS_PER_CHECK`` tokens without waiting
         for it."""
+        for _ in range(STEPS_PER_CHECK if self.graphs.asynchronous else 1):
+            self.longest = min(self.longest + 1, self.cache.width)
+            self._run(self._decode, self.temperature, self.limit)
+
+    def _run(self, step, *constants):
+        """Run a step of the live slots, whose positions are below ``longest``. constants: its others."""
         gpu = self.graphs.asynchronous
         multiple = _bucket(self.live, 1, GRAPH_ROWS) if gpu else ROW_MULTIPLE
         rows = min(self.slots, self.live + -self.live % multiple)
-        least = self.cache.width if self.cache.fused else MIN_GRAPH_COLUMNS
-        for _ in range(STEPS_PER_CHECK if gpu else 1):
-            self.longest = columns = min(self.longest + 1, self.cache.width)
-            if gpu:
-                columns = _bucket(columns, least, self.cache.width)
-            key = (rows, columns, self.temperature, self.limit)
-            self.graphs.run(key, partial(self._decode, rows, columns), self.state)
+        columns = self.longest
+        if gpu:
+            least = self.cache.width if self.cache.fused else MIN_GRAPH_COLUMNS
+            columns = _bucket(columns, least, self.cache.width)
+        key = (rows, columns, *constants, step.__name__)
+        self.graphs.run(key, partial(step, rows, columns), self.state)
 
     def _decode(self, rows, columns):
         """Decode one token in each of the first ``rows`` slots; all positions are below ``columns``."""
+        states = self._feed(rows, columns)
+        self._sample_and_store(slice(0, rows), states)
+
+    def _feed(self, rows, columns):
+        """Put the last token of each of these slots into the cache -> its state [rows, H]."""
         position = self.position[:rows]
         masks = self.cache.decode(position, columns)
-        states = self._hidden_states(self.token[:rows, None], position[:, None], masks)[:, -1]
-        self._sample_and_store(slice(0, rows), states)
+        return self._hidden_states(self.token[:rows, None], position[:, None], masks)[:, -1]
 
     def _hidden_states(self, tokens, positions, masks):
         return self.model.base_model(
@@ -324,7 +398,8 @@ class Engine:
         return head_logits(states, self.head.weight, self.head.bias, self.head.weight.dtype)
 
     def compact(self) -> None:
-        """Remove finished sequences, once they are an eighth; the last live ones move into their slots."""
+        """Remove finished sequences, once they are an eighth; the last live ones move into their slots. Where
+        sequences are kept, the two change places."""
         row, _, _, count, _, done = self.state[:, : self.live]
         gone = done.tolist()
         stay = [slot for slot, ended in enumerate(gone) if not ended]
@@ -334,11 +409,16 @@ class Engine:
         self.finished[row] = done >= 2
         holes = [slot for slot in range(len(stay)) if gone[slot]]
         if holes:
-            source, target = send(torch.tensor([stay[-len(holes) :], holes]), self.device)
+            source, target = stay[-len(holes) :], holes
+            if self.keeps:
+                source, target = source + target, target + source
+            source, target = send(torch.tensor([source, target]), self.device)
             self.cache.move(source, target, self.longest)
             self.state[:, target] = self.state[:, source]
-        self._clear_slots(len(stay))
-        self.longest = int(self.position.max())
+        self.live = len(stay)
+        if not self.keeps:
+            self._clear_slots(self.live)
+        self.longest = int(self.position[: self.live].max()) if self.live else 0
         self._share()
 
 
