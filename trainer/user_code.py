@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import chdir, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from modulefinder import ModuleFinder
 from pathlib import Path
@@ -72,14 +72,25 @@ def code_of(path: str, name: str) -> list[str]:
 @contextmanager
 def contained() -> Iterator[None]:
     """In this block the user's code runs. What it sets for the whole process is set back."""
+    set_back = process_state()
+    try:
+        with torch.set_grad_enabled(True):
+            yield
+    finally:
+        set_back()
+
+
+def process_state() -> Callable[[], None]:
+    """-> a function that sets back what the user's code may have set for the whole process since: the
+    folder, the output streams, torch's defaults."""
+    folder = os.getcwd()
     dtype = torch.get_default_dtype()
     device = torch.get_default_device()
     threads = torch.get_num_threads()
     streams = sys.stdout, sys.stderr
-    try:
-        with torch.set_grad_enabled(True), chdir(os.getcwd()):
-            yield
-    finally:
+
+    def set_back() -> None:
+        os.chdir(folder)
         torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             torch.set_default_device(None)
@@ -89,6 +100,8 @@ def contained() -> Iterator[None]:
         for number, name in ((1, "stdout"), (2, "stderr")):
             if getattr(sys, name).closed:
                 setattr(sys, name, open(number, "w", errors="replace", closefd=False))  # noqa: SIM115
+
+    return set_back
 
 
 def as_exception(error: BaseException) -> Exception:

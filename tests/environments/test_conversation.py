@@ -465,6 +465,37 @@ def test_the_switches_of_thinking_are_those_of_the_record(make):
         assert text_of(turns, talk).endswith(f"heard 1<|im_end|>\n{end}")
 
 
+SPINS = """
+import asyncio
+
+class Spins:
+    def __init__(self):
+        self.begun = []
+
+    def spin(self) -> str:
+        '''It computes.'''
+        self.begun.append("spin")
+        while True:
+            sum(range(100))
+
+    async def wait(self) -> str:
+        '''It waits.'''
+        self.begun.append("wait")
+        await asyncio.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("name", ["spin", "wait"])
+def test_a_turn_that_hangs_runs_no_further_call(make, name):
+    turns = make(SPINS, QWEN, reward_timeout=0.3)
+    (talk,) = begin(turns)
+    thread = talk.episode.worker.thread
+    say(turns, [talk], call(name) + call("spin") + call("wait"))
+    assert (talk.hung, talk.finished) == (True, False)
+    thread.join(30)
+    assert not thread.is_alive() and talk.episode.environment.begun == [name]
+
+
 def test_a_response_does_not_depend_on_the_others_of_its_batch(make):
     """Its noise, its choice between greedy and sampled and its place go on with it when others end before."""
     turns = make(GAME, max_gen_len=150)

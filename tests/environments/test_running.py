@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import io
 import os
 import sys
 import threading
@@ -54,6 +55,34 @@ def test_jobs_that_wait_run_at_the_same_time_and_short_ones_one_after_the_other(
         return len(at_work), at_work.pop()
 
     assert run_all([short] * 50, 5) == [(1, 1)] * 50
+
+
+def test_many_that_wait_are_soon_at_work_together(monkeypatch):
+    """The first one that takes long keeps the next one waiting, and no other does."""
+    monkeypatch.setattr(running, "PATIENCE", 1.0)
+    barrier = threading.Barrier(30)
+    assert sorted(run_all([partial(barrier.wait, 20)] * 30, 60)) == [*range(30)]
+
+
+def test_what_a_job_sets_for_the_process_stays_until_it_has_ended(tmp_path):
+    before = os.getcwd(), sys.stdout
+
+    def works(written, leaves=False):
+        sys.stdout = written
+        os.chdir(tmp_path)
+        time.sleep(5 * running.PATIENCE)
+        print("b")
+        found = os.getcwd()
+        if not leaves:
+            os.chdir(before[0])
+            sys.stdout = before[1]
+        return found, written.getvalue()
+
+    for leaves in (False, True):
+        assert run_all([partial(works, io.StringIO(), leaves)], 5) == [(str(tmp_path), "b\n")]
+        assert (os.getcwd(), sys.stdout) == before
+    leave = partial(os.chdir, tmp_path)  # a short one is set back before the next
+    assert run_all([leave, os.getcwd, leave, os.getcwd], 5) == [None, before[0]] * 2
 
 
 def test_no_more_than_some_run_at_a_time_and_the_time_counts_from_the_start(monkeypatch):

@@ -29,7 +29,7 @@ from dataset.formats import Record, keys_found
 from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.weights import short_hash
-from trainer.environments.running import Worker, awaited
+from trainer.environments.running import Stopped, Worker, awaited
 from trainer.environments.tool_calls import CallError, as_unicode
 from trainer.user_code import (
     Modules,
@@ -162,6 +162,8 @@ class Episode:
         try:
             with self._own_randomness():
                 return as_text(awaited(tool(**copy.deepcopy(arguments))))
+        except Stopped:  # with it the other calls of the turn
+            raise
         except BaseException as error:
             raise as_exception(error) from None
 
@@ -297,7 +299,7 @@ def in_one_line(what: str) -> Iterator[None]:
     """In this block, an exception of the user's code becomes an InputError with its place."""
     try:
         yield
-    except (InputError, KeyboardInterrupt):
+    except (InputError, KeyboardInterrupt, Stopped):
         raise
     except BaseException as error:
         raise mistake(what, error, OWN) from error

@@ -3,7 +3,8 @@
 All jobs of one environment run in one thread, its ``Worker``: what some libraries open in a thread, sqlite3
 for one, cannot be used in another. Jobs start in their order. A job keeps the next one waiting until it has
 ended, or waits in the event loop, or has run for ``PATIENCE``: short ones run one after the other, as in a
-plain loop, and those that wait for something else (a server, a process) run at the same time.
+plain loop, and those that wait for something else (a server, a process) run at the same time. What a job sets
+for the whole process, such as the folder, is set back as soon as no job is at work.
 """
 
 import ctypes
@@ -16,10 +17,11 @@ from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 from typing import Generic, TypeVar
 
-from trainer.user_code import as_exception, contained, end_async, start_async
+from trainer.user_code import as_exception, end_async, process_state, start_async
 
 T = TypeVar("T")
 PATIENCE = 0.02  # seconds
+LESS_PATIENCE = 0.001  # once a job has run for longer
 AT_ONCE = 32  # jobs
 
 
@@ -28,8 +30,8 @@ class Hung(Exception):
 
 
 class Stopped(BaseException):
-    """Ends a job that hangs. Not an Exception, so that ``except Exception`` in the user's code does not catch
-    it."""
+    """Ends a job that hangs, all of it. Not an Exception, so that ``except Exception`` in the user's code does
+    not catch it."""
 
 
 class Task(Generic[T]):
@@ -104,13 +106,13 @@ class Worker:
 
     def abandon(self, task: Task) -> None:
         """Leave a thread whose task hangs. It ends if it computes; where it sleeps nothing can end it."""
-        if task.future:
-            end_async(task.future)
         if self.thread and self.thread.ident:
             self.thread.tasks.put(None)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self.thread.ident), ctypes.py_object(Stopped)
             )
+        if task.future:  # this wakes the thread, which then meets what ends it
+            end_async(task.future)
         self.thread = None
 
 
@@ -123,18 +125,24 @@ def run_all(
     tasks = [Task(job) for job in jobs]
     workers = workers or [Worker() for _ in tasks]
     at_work: list[Task] = []
-    with contained():
+    patience = PATIENCE
+    set_back = process_state()
+    try:
         for task, worker in zip(tasks, workers, strict=True):
             while len(at_work) >= AT_ONCE:
                 at_work[0].ended.wait(PATIENCE)
                 at_work = [other for other in at_work if not other.is_over(seconds)]
-            with contained():
-                worker.start(task)
-                task.lets_go.wait(PATIENCE)
+            worker.start(task)
+            if not task.lets_go.wait(patience):
+                patience = LESS_PATIENCE
             at_work.append(task)
+            if all(other.ended.is_set() for other in at_work):
+                set_back()
         for task in tasks:
             while not task.is_over(seconds):
                 task.ended.wait(task.seconds_left(seconds))
+    finally:
+        set_back()
     results: list[T | Exception] = []
     for task, worker in zip(tasks, workers, strict=True):
         if task.ended.is_set():
