@@ -6,9 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import WORDS, dialogue, flags, run_files, tiny_llama, user, word_tokenizer, write_jsonl
+from tiny import (
+    WORDS,
+    assistant,
+    dialogue,
+    flags,
+    run_files,
+    tiny_llama,
+    user,
+    word_tokenizer,
+    write_jsonl,
+)
 
 from dataset.answers import is_correct
+from dataset.formats import TurnText
 from dataset.lm_dataset import RLAIFDataset
 from trainer import evaluation, train_ppo
 from trainer.compute.batch import Batch
@@ -95,6 +106,25 @@ def test_of_several_turns_sampled_tokens_and_calls_are_counted_and_the_last_text
     first, second = rows["eval_samples.jsonl"]
     assert first["messages"] == first["greedy"]["messages"] == talks[0].messages
     assert second["messages"] == talks[1].messages
+
+
+def test_the_accuracy_of_a_later_turn_leaves_the_beginning_of_the_first_one_out(monkeypatch):
+    begun = [user("q"), assistant(TurnText("<think>\n", is_begun=True))]
+    talks = [dialogue("a</think>b", user("c"), "7"), dialogue("x</think>7"), dialogue("7")]
+    prompts = Prompts(["7", "7", "7"])
+    texts = ["7", "x</think>7", "7"]  # the last one is still a thought
+    sizes = torch.ones(3, dtype=torch.int64)
+
+    def answer(evaluation, asked):
+        asked = [SimpleNamespace(**{**vars(prompt), "prompt": begun}) for prompt in asked]
+        batch = Batch(None, None, sizes, sizes > 0, None, asked, texts, dialogues=talks)
+        return {"": batch, "_greedy": batch}
+
+    monkeypatch.setattr(Evaluation, "answer", answer)
+    args = SimpleNamespace(reasoning=False, num_generations=1)
+    engine = SimpleNamespace(weights_of=lambda model: nullcontext())
+    made = Evaluation(args, ALONE, prompts, None, SimpleNamespace(actor=None), engine, (), None, None)
+    assert made.of_prompts()[0]["eval/accuracy"] == pytest.approx(2 / 3)
 
 
 def test_accuracy_is_of_the_answers_that_a_response_can_equal(monkeypatch):

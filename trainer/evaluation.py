@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from dataset.answers import comparable, is_correct
-from dataset.formats import begun
 from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
 from progress_bar import phase
 from trainer.compute.batch import Batch, RawScores
@@ -25,6 +24,7 @@ from trainer.models import Models
 from trainer.options.ema import Ema
 from trainer.options.offline import logged_batch
 from trainer.rewards.combine import Reward
+from trainer.rewards.reward_function import Request
 from trainer.rollout import RolloutEngine
 from trainer.runs.displays import Row, StepLog
 from trainer.runs.distributed import World
@@ -90,9 +90,11 @@ class Evaluation:
                         elif place < SHOWN:
                             mine[place] = {"place": place, "answer": prompt.answer} | row
                     if held_out.has_accuracy:
+                        request = Request(batch.prompts, batch.texts, dialogues=batch.dialogues)
+                        rows = zip(batch.prompts, batch.texts, request.beginnings, strict=True)
                         right = [
-                            is_correct(text, prompt.answer, args.reasoning, begun(prompt.prompt))
-                            for prompt, text in zip(batch.prompts, batch.texts, strict=True)
+                            is_correct(text, prompt.answer, args.reasoning, beginning)
+                            for prompt, text, beginning in rows
                             if prompt.answer is not None and comparable(prompt.answer)
                         ]
                         metrics.add(f"eval/accuracy{kind}", sum(right), len(right))
@@ -130,6 +132,8 @@ class Evaluation:
             for reward in self.rewards:
                 with self.world.all_or_none():
                     found[kind].parts |= reward.combine(self.score_parts(reward, found[kind]))
+        for part in found.values():
+            self.engine.end_turns(part)
         return found
 
     @torch.no_grad()

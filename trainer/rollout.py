@@ -85,6 +85,12 @@ class RolloutEngine:
             turns.reply(going_on, turn)  # runs calls or ``step``; observations go behind the turns
         return turns.as_batch(conversations, device)
 
+    def end_turns(self, batch: Batch) -> None:
+        """Close the environments of all responses so far, once they are scored. The batch keeps none."""
+        if self.turns:
+            self.turns.close()
+            batch.dialogues = [dialogue._replace(environment=None) for dialogue in batch.dialogues]
+
     def sample(
         self,
         prompt_ids: list[list[int]],

@@ -315,6 +315,7 @@ def score(run: PpoRun, step: int, batch: Batch, seconds: Seconds) -> Batch:
             positions=run.positions,
             seconds=seconds,
         )
+    run.engine.end_turns(batch)  # --env: nothing more is asked of its objects
     # Normalised, clipped, weighed and summed. Once a batch: the statistics of --normalize_reward take it in.
     batch.parts = run.reward.combine(batch.raw, run.world)
     batch.scores = send(batch.parts["score"], batch.tokens.device)

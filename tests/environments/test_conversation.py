@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -494,6 +495,48 @@ def test_a_turn_that_hangs_runs_no_further_call(make, name):
     assert (talk.hung, talk.finished) == (True, False)
     thread.join(30)
     assert not thread.is_alive() and talk.episode.environment.begun == [name]
+
+
+CLOSES = """
+import sqlite3
+
+class Data:
+    count = []
+
+    def reset(self, answer):
+        self.answer = answer
+        self.table = sqlite3.connect(":memory:")
+
+    def ask(self) -> str:
+        '''Ask.'''
+        return self.answer
+
+    def get_reward(self):
+        self.table.execute("select 1")
+        return 1.0
+
+    def close(self):
+        self.table.close()  # in the thread that has opened it
+        self.count.append(1)
+        if self.answer == "5":
+            raise ValueError("closed twice")
+"""
+
+
+def test_environments_are_closed_once_in_their_thread(make, capsys):
+    turns = make(CLOSES, QWEN)
+    prompts = [replace(prompt_of(turns), answer=answer) for answer in ("4", "5", "4")]
+    talks = begin(turns, *prompts)  # reset gets the answer, which is no field
+    say(turns, talks, call("ask"), "no", "no")
+    assert [x["content"] for x in talks[0].observations] == ["4"]
+    say(turns, talks[:1], "4")
+    assert turns.scores(talks) == [1.0] * 3
+    count = talks[0].episode.environment.count
+    assert not count
+    turns.close()
+    turns.close()
+    assert len(count) == 3
+    assert capsys.readouterr().err.startswith("note: --env: close: ValueError: closed twice at ")
 
 
 def test_a_response_does_not_depend_on_the_others_of_its_batch(make):

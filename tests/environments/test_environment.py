@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import refused
 
-from trainer.environments.environment import CallError, load_environments
+from trainer.environments.environment import CallError, Episode, load_environments
 from trainer.environments.running import Hung, run_all
 from trainer.environments.tool_calls import error_result
 from trainer.rewards.reward_function import load_reward_functions
@@ -103,7 +103,7 @@ def file(tmp_path):
 
 
 def begun(environments, record=RECORD, seed=3):
-    episode = environments.begin(record, seed)
+    episode = Episode(environments, record, seed)
     episode.reset()
     return episode
 
@@ -142,7 +142,7 @@ def test_public_methods_are_tools_with_their_schemas(file, name):
 
 def test_an_episode_from_reset_to_reward(file):
     environments = load_environments(f"{file(GAME)}:Game", [])
-    episode = environments.begin(RECORD, 0)
+    episode = Episode(environments, RECORD, 0)
     assert episode.environment is None
     assert episode.reset() == "from 1 to 7"
     game = episode.environment
@@ -267,7 +267,7 @@ def test_hostile_tools_end_nothing(file):
 
 def test_arguments_are_copies_and_functions_have_no_object(file):
     environments = load_environments("", f"{tool_file(file, 'x.append(1); return x', 'x: list')}:f")
-    episode = environments.begin(RECORD, 0)
+    episode = Episode(environments, RECORD, 0)
     assert (episode.reset(), episode.environment, episode.get_reward()) == (None, None, None)
     arguments = {"x": [0]}
     assert episode.call("f", arguments) == "[0, 1]"
@@ -364,16 +364,16 @@ def test_what_reset_may_return_and_not(file):
     body = "def get_reward(self):\n    return 0\nasync def reset(self, text):\n    return text"
     environments = of_class(file, body)
     for text, expected in (("a", "a"), (None, None), ("", ""), (("a", {}), "a"), ("\ud800", "?")):
-        assert environments.begin({"text": text}, 0).reset() == expected
+        assert Episode(environments, {"text": text}, 0).reset() == expected
     for wrong in (3, ["a"], ("a", "b"), {"a": 1}):
         says = r"^--env: reset returned .* \((int|list|tuple|dict)\); it must return a text or None$"
-        refused(says, environments.begin({"text": wrong}, 0).reset)
+        refused(says, Episode(environments, {"text": wrong}, 0).reset)
 
 
 def test_an_error_of_reset_and_of_get_reward_has_its_place(file):
     body = "def reset(self, x):\n    return self.no\nasync def get_reward(self):\n    raise SystemExit(2)"
     environments = of_class(file, body)
-    episode = environments.begin(RECORD, 0)
+    episode = Episode(environments, RECORD, 0)
     refused(r"^--env: reset: AttributeError: 'Game' object .* at .*game\.py:3; correct the", episode.reset)
     refused(r"^--env: get_reward: RuntimeError: SystemExit: 2 at .*game\.py:5; correct", episode.get_reward)
     [error] = run_all([episode.reset], 5, [episode.worker])
@@ -381,7 +381,7 @@ def test_an_error_of_reset_and_of_get_reward_has_its_place(file):
     body = "n = 0\ndef __init__(self):\n    Game.n += 1\n    assert Game.n < 2\n"
     body += "def get_reward(self):\n    return 0"
     environments = of_class(file, body)
-    refused(r"^--env: AssertionError at .*game\.py:5; correct", environments.begin(RECORD, 0).reset)
+    refused(r"^--env: AssertionError at .*game\.py:5; correct", Episode(environments, RECORD, 0).reset)
 
 
 def test_what_an_environment_draws_depends_on_its_seed_alone(file):
@@ -465,7 +465,7 @@ def game(file, returned):
 def test_a_class_with_step_is_a_text_game_without_tools(file, returned, step):
     environments = game(file, returned)
     assert (environments.is_text_game, environments.has_reward, environments.schemas) == (True, True, [])
-    episode = environments.begin({"prompt": "p"}, 7)
+    episode = Episode(environments, {"prompt": "p"}, 7)
     assert episode.reset() == "You see a door."
     assert episode.environment.seed == 7
     assert episode.step("go") == step
@@ -568,7 +568,7 @@ class Data:
 def test_what_is_open_in_one_thread_only_stays_usable(file):
     """A connection of sqlite3, of its environment alone."""
     environments = load_environments(f"{file(SQL)}:Data", "")
-    episodes = [environments.begin({"number": n}, 0) for n in range(3)]
+    episodes = [Episode(environments, {"number": n}, 0) for n in range(3)]
     workers = [episode.worker for episode in episodes]
     assert run_all([episode.reset for episode in episodes], 5, workers) == [None] * 3
     for _ in range(2):

@@ -6,7 +6,7 @@ import re
 import pytest
 from tiny import ROOT
 
-from trainer.environments.environment import load_environments
+from trainer.environments.environment import Episode, load_environments
 from trainer.environments.tool_calls import error_result
 
 PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
@@ -22,7 +22,7 @@ def begin(tmp_path):
         path = tmp_path / "mine.py"
         path.write_text(code, encoding="utf-8")
         given = {"env": "", "tools": []} | {flag: f"{path}:{name}"}
-        episode = load_environments(**given).begin(record, seed=3)
+        episode = Episode(load_environments(**given), record, seed=3)
         return episode, episode.reset()
 
     return begun

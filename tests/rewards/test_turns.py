@@ -15,6 +15,7 @@ from tiny import (
     read_jsonl,
     refused,
     request_of,
+    train,
     turn_files,
     user,
     word_tokenizer,
@@ -143,8 +144,14 @@ def test_ours_gets_the_last_turn_and_by_name_the_conversation_and_the_environmen
     assert scored(lambda p, r, a, **columns: [len(columns)] * 3, request) == [1] * 3  # only fields
     steps = lambda p, responses, a: [[(len(text), 1.0)] for text in responses]  # noqa: E731
     assert reward_function.call_reward_function(steps, request, 0)[1] == [[(8, 1.0)], [(3, 1.0)], [(1, 1.0)]]
-    request.run_values = {}  # the records have fields of these names
+    # A field of this name is the conversation that the prompt was taken from.
     request.prompts[0].record["messages"] = "field"
+    assert scored(lambda p, r, a, messages: [messages == CONVERSATIONS] * 3, request) == [1] * 3
+    assert scored(lambda p, r, a, **columns: [columns["messages"] == CONVERSATIONS] * 3, request) == [1] * 3
+    data = SimpleNamespace(columns={"messages": None, "step": None})
+    known = reward_function.run_values(0, 9, data, of_turns=["messages"])
+    assert known.keys() == {"messages", "total_steps", "trainer_state"}
+    request.run_values = {}  # responses of one turn
     assert scored(lambda p, r, a, messages: [m == "field" for m in messages], request) == [1, 0, 0]
 
 
@@ -177,6 +184,10 @@ def test_the_beginning_of_an_answer_belongs_to_the_first_turn():
     calls = assistant(TurnText("a</think>b", calls=[CALL]))
     request.dialogues = [dialogue(calls, RESULT, "5"), dialogue("x</think>7")]
     assert request.beginnings == ["", "<think>\n"]
+    assert request.questions == [question, begun]
+    seen = []
+    scored(lambda prompts, responses, answers: seen.extend(prompts) or [1, 1], request)
+    assert seen == [question, begun]
     first = TurnText("<think>\na</think>b", calls=[CALL])
     assert request.exchanges == [
         ([*question, assistant(first), RESULT], "5"),
@@ -192,6 +203,11 @@ def test_the_beginning_of_an_answer_belongs_to_the_first_turn():
     model = lambda conversations: asked.extend(conversations) or zeros(conversations)  # noqa: E731
     Reward({"model": (model, 1.0)})(request)
     assert [answer for _, answer in asked] == ["5", "7"]  # without the thought
+    closed = [*question, assistant(TurnText("<think>a</think>", is_begun=True))]
+    thinks = f"{'t' * 30}</think>5"
+    request = request_of([closed, closed], [thinks, thinks], texts=["s q <think>a</think>"] * 2)
+    request.dialogues = [dialogue(calls, RESULT, thinks), dialogue(thinks)]
+    assert Reward(thinking_reward=1.0)(request)["thinking"].tolist() == [1.25, 0.0]
 
 
 @pytest.mark.parametrize("kind", [Reward, EvalReward])
@@ -345,3 +361,29 @@ def test_a_run_with_an_environment_and_functions_that_ask_for_it(tmp_path, capsy
     assert "reward   environment + function + missing_eos" in printed
     assert re.search(r"\nstep 2/2 \|.* turns \d.\d\d \| calls \d.\d\d \|", printed)
     assert "best by eval/judge" in printed or "eval/judge was never above" in printed
+
+
+def test_a_run_closes_each_environment_once_it_is_scored_and_keeps_none(tmp_path):
+    """Of training, of evaluation, of groups that are sampled again."""
+    files = turn_files(tmp_path)
+    path = tmp_path / "log.txt"
+    (tmp_path / "closing.py").write_text(
+        f"class Game:\n    def reset(self):\n        self.say('reset')\n"
+        f"    def say(self, what):\n        open({str(path)!r}, 'a').write(what + ' ')\n"
+        "    def step(self, text):\n        return 'a', 0.0, True\n"
+        "    def close(self):\n        self.say('close')\n"
+        "def score(prompts, responses, environments):\n"
+        f"    open({str(path)!r}, 'a').write('score ')\n    return [float('b' in r) for r in responses]\n"
+    )
+    del files["code"]
+    files |= {"env": f"{tmp_path / 'closing.py'}:Game", "reward_fn": f"{tmp_path / 'closing.py'}:score"}
+    files |= {"eval_data_path": write_jsonl(tmp_path / "held.jsonl", [{"prompt": "a b"}] * 3)}
+    sizes = {"batch_size": 8, "mini_batch_size": 8, "max_gen_len": 12, "max_steps": 2, "num_generations": 2}
+    train(**files, **sizes, advantage="rloo", filter_groups=1, out_dir=tmp_path / "out")
+    said = path.read_text().split()
+    trial = said.index("score") + 1  # two objects of the trial, which nobody has to close
+    said = said[trial:]
+    assert said.count("reset") == said.count("close") > 2 * 8 + 2 * 3 * 3  # two steps, two evaluations
+    for place, what in enumerate(said):
+        if what == "close":
+            assert "score" in said[:place]

@@ -66,6 +66,7 @@ class Dialogue(NamedTuple):
     failed_calls: int = 0  # that could not be read or run, or raised an exception
     observation_tokens: int = 0
     hung: bool = False  # ended because its environment took too long
+    no_room: bool = False  # ended because an observation did not fit
 
 
 LATER: Any = None  # of a field that is filled later

@@ -4,6 +4,7 @@
     while any(not talk.over for talk in talks):
         turns.reply(those, sampled)                        # calls or steps, and what the policy reads of them
     batch = turns.as_batch(talks, device)                  # get_reward
+    turns.close()                                          # close, once all rewards are there
 
 One budget, ``--max_gen_len``, is for turns and observations together. A response is over
 
@@ -15,6 +16,7 @@ One budget, ``--max_gen_len``, is for turns and observations together. A respons
 A tool's exception is its result. That of ``reset``, ``step`` or ``get_reward`` ends the run.
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +26,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from dataset.chat_template import Ids, Thinking, encode, prompt_text, render, unmark
-from dataset.formats import AnyPrompt, Exchange, Messages, Tools, TurnText, is_transcript, to_messages
+from dataset.formats import AnyPrompt, Exchange, Messages, Record, Tools, TurnText, is_transcript, to_messages
 from dataset.lm_dataset import Prompt
 from errors import InputError
 from trainer.compute.batch import Batch, Dialogue, new_batch
@@ -63,7 +66,8 @@ class Conversation:
 
     prompt: Prompt  # as reset has opened it
     episode: Episode
-    hung: bool = False
+    hung: bool = False  # its environment has taken too long
+    no_room: bool = False  # an observation did not fit
     ids: Ids = field(default_factory=list)  # turns and the observations between them
     is_action: list[bool] = field(default_factory=list)  # False on observations
     logprobs: list[float] = field(default_factory=list)  # the sampler's, 0 on observations
@@ -111,6 +115,7 @@ class MultiTurn:
     thinking: Thinking | None  # of the dataset
     args: Namespace  # max_gen_len, max_turns, reward_timeout
     longest_prompt: int  # tokens for which there is room
+    open: list[Episode] = field(default_factory=list)  # begun since ``close``
 
     @cached_property
     def observer(self) -> Observer:
@@ -140,6 +145,7 @@ class MultiTurn:
         originals = [p.original if isinstance(p, OpenedPrompt) else p for p in prompts]
         seeds = [key % 2**SEED_BITS for key in keys.tolist()]
         begun = reset_all(self.environments, originals, seeds, self.args.reward_timeout)
+        self.open += [episode for episode, _ in begun]
         return [
             Conversation(
                 self._opened(prompt, "" if isinstance(text, Hung) else text or ""),
@@ -148,10 +154,6 @@ class MultiTurn:
             )
             for prompt, (episode, text) in zip(originals, begun, strict=True)
         ]
-
-    def _run(self, episodes: list[Episode], jobs: list[Callable[[], T]]) -> list[T | Exception]:
-        workers = [episode.worker for episode in episodes]
-        return run_all(jobs, self.args.reward_timeout, workers)
 
     def _opened(self, prompt: Prompt, text: str) -> Prompt:
         """The prompt with ``text`` at the end of its last user turn."""
@@ -198,7 +200,7 @@ class MultiTurn:
                 jobs.append(job)
             else:
                 talk.end(finished=True)
-        results = self._run([talk.episode for talk in waiting], jobs)
+        results = run_jobs([talk.episode for talk in waiting], jobs, self.args.reward_timeout)
         for talk, result in zip(waiting, results, strict=True):
             self._take(talk, result)
 
@@ -249,12 +251,18 @@ class MultiTurn:
             **self._switches(talk.prompt),
         )
         if len(ids) >= room:  # no token would be left for the next turn
+            talk.no_room = True
             talk.end(finished=False)
             return
         talk.add_observation(ids)
         talk.messages += talk.observations
 
     # ------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Close the environments of all conversations so far."""
+        close_all(self.open, self.args.reward_timeout)
+        self.open = []
 
     def scores(self, talks: Sequence[Conversation]) -> list[float | None]:
         """The environment's score of each response, None where it says nothing: ``get_reward``, or the sum of
@@ -263,7 +271,8 @@ class MultiTurn:
             return [None if talk.hung else sum(talk.turn_rewards) for talk in talks]
         scored = [talk for talk in talks if self.environments.has_reward and not talk.hung]
         episodes = [talk.episode for talk in scored]
-        rewards = self._run(episodes, [episode.get_reward for episode in episodes])
+        jobs = [episode.get_reward for episode in episodes]
+        rewards = run_jobs(episodes, jobs, self.args.reward_timeout)
         scores = {}
         for talk, reward in zip(scored, rewards, strict=True):
             if isinstance(reward, Hung):
@@ -302,6 +311,7 @@ class MultiTurn:
                 failed_calls=talk.failed_calls,
                 observation_tokens=talk.is_action.count(False),
                 hung=talk.hung,
+                no_room=talk.no_room,
             )
             for talk, score in zip(talks, scores, strict=True)
         ]
@@ -313,15 +323,33 @@ def reset_all(
 ) -> list[tuple[Episode, str | Hung | None]]:
     """The episode of each prompt, reset, with the text for the prompt. seconds: time limit, 0 for none.
     Raises InputError if reset raises an exception."""
-    episodes = [environments.begin(prompt.record, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-    workers = [episode.worker for episode in episodes]
+    pairs = zip(prompts, seeds, strict=True)
+    episodes = [Episode(environments, record_of(prompt), seed) for prompt, seed in pairs]
     begun: list[tuple[Episode, str | Hung | None]] = []
-    texts = run_all([episode.reset for episode in episodes], seconds, workers)
+    texts = run_jobs(episodes, [episode.reset for episode in episodes], seconds)
     for prompt, episode, text in zip(prompts, episodes, texts, strict=True):
         if isinstance(text, Exception) and not isinstance(text, Hung):
             raise ended_by(text, prompt)
         begun.append((episode, text))
     return begun
+
+
+def record_of(prompt: Prompt) -> Record:
+    """What reset may ask for: the record, and its answer where no field has this name."""
+    return prompt.record if prompt.answer is None else {"answer": prompt.answer, **prompt.record}
+
+
+def run_jobs(episodes: list[Episode], jobs: list[Callable[[], T]], seconds: float) -> list[T | Exception]:
+    """Run a job of each episode in its thread, as ``run_all``."""
+    return run_all(jobs, seconds, [episode.worker for episode in episodes])
+
+
+def close_all(episodes: Sequence[Episode], seconds: float) -> None:
+    """Call ``close`` of each environment that has it. What goes wrong is a note: the scores are there."""
+    some = [episode for episode in episodes if episode.can_close]
+    results = run_jobs(some, [episode.close for episode in some], seconds)
+    for text in {f"note: {result}" for result in results if isinstance(result, Exception)}:
+        tqdm.write(text, file=sys.stderr)
 
 
 def with_added(prompt: AnyPrompt, text: str) -> AnyPrompt:
@@ -385,8 +413,10 @@ def ended_by(error: Exception, prompt: Prompt) -> InputError:
 
 def rewards_by_token(talk: Conversation) -> list[float]:
     """A text game's rewards, one for each id: that of a turn on its last token. A turn that the game has not
-    answered has none."""
+    answered has none, and a game that hangs says nothing of any turn."""
     rewards = [0.0] * len(talk.ids)
+    if talk.hung:
+        return rewards
     for place, reward in zip(talk.turn_ends, talk.turn_rewards, strict=False):
         rewards[place] = reward
     return rewards

@@ -4,6 +4,7 @@
         def reset(self, number, **columns): ...        # fields of the record, by name; a text for the prompt
         def guess(self, value: int) -> str: ...        # each public method is a tool
         def get_reward(self) -> float: ...             # at the end, if it is there
+        def close(self) -> None: ...                   # once the response is scored, if it is there
 
 A class with ``step(self, text) -> (observation, reward, done)`` is a text game: it has no tools, and ``step``
 gets the text of each turn. Methods may be async. Each response has an object of its own.
@@ -26,7 +27,7 @@ import numpy as np
 from transformers.utils import get_json_schema
 
 from dataset.formats import Record, keys_found
-from dataset.lm_dataset import RecordDataset
+from dataset.lm_dataset import RecordDataset, RLAIFDataset
 from errors import InputError
 from model.weights import short_hash
 from trainer.environments.running import Stopped, Worker, awaited
@@ -69,20 +70,18 @@ class Environments:
         """Raise InputError if reset asks for what no record of one of the datasets has."""
         for data in filter(None, datasets):
             for name in needed(self.reset_takes):
-                if name not in data.columns:
+                answers = isinstance(data, RLAIFDataset) and data.with_answer
+                if name not in data.columns and not (name == "answer" and answers):
                     raise InputError(
                         f"--env: reset's parameter {name!r} is no key of the records of {data.path}; "
                         f"{keys_found(data.columns)}: rename it, or give it a default"
                     )
 
-    def begin(self, record: Record, seed: int) -> "Episode":
-        """The environment of one response to a record. seed: for reset, where it asks for one."""
-        return Episode(self, record, seed)
-
 
 @dataclass(eq=False)
 class Episode:
-    """One response's environment. Its methods are jobs for ``run_all``, in its ``worker``."""
+    """One response's environment. Its methods are jobs for ``run_all``, in its ``worker``. seed: for reset,
+    where it asks for one."""
 
     environments: Environments
     record: Record
@@ -196,6 +195,17 @@ class Episode:
             reward = awaited(environment.get_reward())
         return None if reward is None else as_number("get_reward", reward)
 
+    @property
+    def can_close(self) -> bool:
+        """Whether the object has a ``close``. That of a thread which hangs is left alone."""
+        return callable(getattr(self.environment, "close", None)) and self.worker.thread is not None
+
+    def close(self) -> None:
+        """Nothing more is asked of the object. Raises InputError."""
+        environment: Any = self.environment
+        with in_one_line("--env: close"):
+            awaited(environment.close())
+
 
 # ---------------------------------------------------------------- flags
 
@@ -219,13 +229,21 @@ def load_environments(env: str, tools: str | Sequence[str], modules: Modules | N
     make = load_named(path, name, "--env", modules)
     probe = first_made(make, f"--env {env}")
     reset = getattr(probe, "reset", None)
+    with in_one_line(f"--env {env}: reset"):
+        reset_takes = [*inspect.signature(reset).parameters.values()] if reset else []
     is_text_game = callable(getattr(probe, "step", None))
     methods = {} if is_text_game else public_methods(probe)
     for method_name, method in methods.items():
         add_schema(schemas, f"--env {env}: {method_name}", method, method_name)
     if is_text_game and schemas:
         raise InputError(f"--tools: {env} has a step, as a text game, which has no tools; leave out --tools")
-    has_reward = is_text_game or callable(getattr(probe, "get_reward", None))
+    has_reward = callable(getattr(probe, "get_reward", None))
+    if is_text_game and has_reward:
+        raise InputError(
+            f"--env {env}: it has step and get_reward; a text game (step) pays in its steps, and a class of "
+            "tools has no method step: leave out one of them"
+        )
+    has_reward = has_reward or is_text_game
     if not schemas and not has_reward and reset is None:
         raise InputError(
             f"--env {env}: {type(probe).__name__} has no public method: each tool is one, with a docstring "
@@ -237,7 +255,7 @@ def load_environments(env: str, tools: str | Sequence[str], modules: Modules | N
         has_reward=has_reward,
         code_hash=short_hash([*code, "env", *code_of(path, name)]),
         make=make,
-        reset_takes=[*inspect.signature(reset).parameters.values()] if reset else [],
+        reset_takes=reset_takes,
         functions=functions,
         methods=[*methods],
     )

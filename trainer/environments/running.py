@@ -30,8 +30,8 @@ class Hung(Exception):
 
 
 class Stopped(BaseException):
-    """Ends a job that hangs, all of it. Not an Exception, so that ``except Exception`` in the user's code does
-    not catch it."""
+    """Ends all of a job that hangs. Not an Exception: ``except Exception`` in the user's code does not catch
+    it."""
 
 
 class Task(Generic[T]):

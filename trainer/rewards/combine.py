@@ -42,6 +42,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dataset.answers import after_thinking, answer_text
+from dataset.formats import begun
 from dataset.lm_dataset import Prompt
 from errors import InputError
 from trainer.compute.batch import Parts, RawScores
@@ -164,7 +165,12 @@ class Reward:
             parts["marks"] = [rules.mark_reward(text) for text in full]
         if self.thinking_reward:
             parts["thinking"] = [
-                rules.thinking_reward(prompt.text, text, self.thinking_reward, beginning)
+                rules.thinking_reward(
+                    prompt.text if beginning else prompt.text.removesuffix(begun(prompt.prompt)),
+                    text,
+                    self.thinking_reward,
+                    beginning,
+                )
                 for prompt, text, beginning in zip(request.prompts, texts, beginnings, strict=True)
             ]
         if self.models:

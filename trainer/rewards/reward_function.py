@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dataset.formats import (
+    AnyPrompt,
     Exchange,
     Messages,
     TurnText,
@@ -100,6 +101,15 @@ class Request:
         return ["" if later else begun(prompt.prompt) for prompt, later in pairs]
 
     @property
+    def questions(self) -> list[AnyPrompt]:
+        """The prompts. Where ``responses`` has a later turn, without the beginning of the first one."""
+        pairs = zip(self.prompts, self.beginnings, strict=True)
+        return [
+            prompt.prompt if beginning or not begun(prompt.prompt) else to_messages(prompt.prompt)[:-1]
+            for prompt, beginning in pairs
+        ]
+
+    @property
     def exchanges(self) -> list[Exchange]:
         """B pairs: all that comes before the last turn, and that turn, with its beginning."""
         if not self.dialogues:
@@ -115,14 +125,15 @@ class Request:
 
     @property
     def turn_columns(self) -> dict[str, Any]:
-        """What a function may ask for by name where responses have several turns, if ``run_values`` has the
-        name: the whole conversations, and the environments; {} where they have one turn."""
+        """What a function may ask for by name where responses have several turns, of the names that
+        ``run_values`` has: the whole conversations, and the environments; {} where they have one turn."""
         if not self.dialogues:
             return {}
-        return {
+        columns = {
             "messages": [plain_messages([*asked, *turns]) for asked, turns in self.conversations],
             "environments": [dialogue.environment for dialogue in self.dialogues],
         }
+        return {name: column for name, column in columns.items() if name in self.run_values}
 
 
 def split_dialogue(prompt: Prompt, dialogue: Dialogue) -> tuple[Messages, Messages]:
@@ -292,12 +303,13 @@ def run_values(
     step: int, total_steps: int, *datasets: RecordDataset | None, of_turns: Sequence[str] = ()
 ) -> dict[str, object]:
     """{name: value} of what a function may ask for that is no field in any of these datasets: a field comes
-    first. step: batches learned from so far; of_turns: names of ``Request.turn_columns``, which has their
-    values."""
+    first. step: batches learned from so far. of_turns: names of ``Request.turn_columns``, which has their
+    values. These come before fields: a field ``messages`` is the conversation that the prompt was taken from.
+    """
     state = SimpleNamespace(global_step=step, max_steps=total_steps)
-    values = {"step": step, "total_steps": total_steps, "trainer_state": state, **dict.fromkeys(of_turns)}
+    values = {"step": step, "total_steps": total_steps, "trainer_state": state}
     fields = {name for data in filter(None, datasets) for name in data.columns}
-    return {name: value for name, value in values.items() if name not in fields}
+    return {name: x for name, x in values.items() if name not in fields} | dict.fromkeys(of_turns)
 
 
 def fields_read(function: RewardFunction, columns: Iterable[str]) -> list[str]:
@@ -338,7 +350,7 @@ def columns_of(kind: str, request: Request) -> dict[str, Any]:
     ]
     if request.dialogues:
         whole = [(prompt, plain_messages(turns)) for prompt, turns in request.conversations]
-    found = fields | {
+    return fields | {
         "prompts": [prompt for prompt, _ in whole],
         "completions": [completion for _, completion in whole],
         "completion_ids": request.ids,
@@ -346,10 +358,8 @@ def columns_of(kind: str, request: Request) -> dict[str, Any]:
         "trainer_state": request.run_values.get("trainer_state"),
         "log_metric": log_metric,
         "log_extra": log_extra,
+        **{name: x for name, x in request.turn_columns.items() if name == "environments"},
     }
-    if "environments" in request.run_values:
-        found["environments"] = request.turn_columns["environments"]
-    return found
 
 
 def ground_truth(prompt: Prompt) -> object:
@@ -366,7 +376,9 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, Any]:
     given = {name: x for name, x in columns_of(signature.kind, request).items() if signature.takes(name)}
     if signature.kind == "verl":  # it asks for no other names
         return given
-    known = request.run_values | request.turn_columns
+    of_turns = request.turn_columns
+    given |= {name: x for name, x in of_turns.items() if name in given or name in signature.names}
+    known = request.run_values | of_turns
     for name, needed in signature.names.items():
         if name in request.run_values and name not in given:
             given[name] = known[name]
@@ -437,8 +449,9 @@ def call_reward_function(function: RewardFunction, request: Request, seconds: fl
     given = copy.deepcopy(arguments(function, request), {id(x): x for x in environments})
     first = []
     if kind == "ours":
-        prompts = [prompt.prompt for prompt in request.prompts]
-        first = copy.deepcopy([prompts, request.responses, [prompt.answer for prompt in request.prompts]])
+        first = copy.deepcopy(
+            [request.questions, request.responses, [prompt.answer for prompt in request.prompts]]
+        )
     try:
         with time_limit(seconds), contained():
             if kind == "verl":
