@@ -39,7 +39,7 @@ class Prompts(list):
     has_accuracy = True
 
     def __getitem__(self, place):
-        return SimpleNamespace(index=place, prompt="?", answer=list.__getitem__(self, place))
+        return SimpleNamespace(index=place, prompt="?", answer=list.__getitem__(self, place), tools=["add"])
 
 
 def evaluated(monkeypatch, prompts, sampled, greedy, reasoning=False):

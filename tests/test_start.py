@@ -175,3 +175,25 @@ def test_a_reward_model_whose_template_refuses_several_turns_is_found_before_any
     assert not (tmp_path / "out").exists()
     plain = {name: value for name, value in flags.items() if name != "env"}
     train_ppo.main(tiny.flags(**plain))  # one turn can be read
+
+
+def test_other_tools_are_named_and_not_the_data_and_other_code_is_a_note(tmp_path, capsys):
+    files = tiny.turn_files(tmp_path)
+    code = Path(files.pop("code"))
+    flags = {**files, **RUN, "batch_size": 8, "max_gen_len": 8, "save_interval": 1, "max_steps": 1}
+    flags |= {"lr_schedule": "constant", "critic_warmup_steps": 0, "out_dir": tmp_path / "out"}
+    flags |= {"reward_fn": f"{tmp_path / 'score.py'}:score"}
+    (tmp_path / "score.py").write_text(
+        "def score(p, responses, a):\n    return [len(r) for r in responses]\n"
+    )
+    train_ppo.main(tiny.flags(**flags, tools=f"{code}:add"))
+    more = code.with_name("more.py")
+    more.write_text(
+        code.read_text() + "\ndef sub(a: int) -> str:\n    '''Sub.\n\n    Args:\n        a: x\n    '''\n"
+    )
+    again = flags | {"resume": "auto", "max_steps": 2}
+    says = r"--tools .*more.py:add,sub does not hold what the run began with \(tools add \w+, now add sub"
+    tiny.refused(says, train_ppo.main, tiny.flags(**again, tools=f"{more}:add,sub"))
+    code.write_text(code.read_text().replace('return "b"', 'return "c"', 1))
+    train_ppo.main(tiny.flags(**again, tools=f"{code}:add"))
+    assert "note: the code of --tools" in capsys.readouterr().out

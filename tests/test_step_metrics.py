@@ -112,7 +112,7 @@ def batch_of_turns(dialogues=TALKS):
         response_len=torch.tensor([6, 3, 4]),
         finished=torch.tensor([True, True, False]),
         sampler_logprobs=torch.zeros(3, 7),
-        prompts=[SimpleNamespace(prompt="p")] * 3,
+        prompts=[SimpleNamespace(prompt="p", tools=["add"])] * 3,
         texts=["b", "b", ""],
         is_action=(tokens != 5)[:, 1:] & (torch.arange(7) < torch.tensor([[6], [3], [4]])),
         dialogues=dialogues,
@@ -133,6 +133,14 @@ def test_of_several_turns_what_is_counted_and_only_sampled_tokens():
     assert found["rollout/failed_calls"] == pytest.approx(1 / 3)
     assert found["rollout/observation_tokens"] == 1.0
     assert found["rollout/hung"] == pytest.approx(1 / 3)
+    assert found["rollout/no_room"] == 0
+    assert [row.get("cut_by") for row in answer_rows(batch_of_turns())] == [None, None, "--reward_timeout"]
+    full = [*TALKS[:2], TALKS[2]._replace(hung=False, no_room=True)]
+    found_full = step_metrics(args, batch_of_turns(full), Reward(), Metrics(), seconds, ALONE)
+    assert found_full["rollout/no_room"] == pytest.approx(1 / 3)
+    assert answer_rows(batch_of_turns(full))[2]["cut_by"] == "an observation that does not fit"
+    long = [*TALKS[:2], TALKS[2]._replace(hung=False)]
+    assert answer_rows(batch_of_turns(long))[2]["cut_by"] == "--max_gen_len"
     assert found["rollout/length"] == pytest.approx((3 + 3 + 4) / 3)
     assert found["rollout/repetition"] == pytest.approx((0 + 0 + 1 / 2) / 3)  # 5 5 5 is none
     assert found["rollout/distinct"] == pytest.approx(2 / 3)
@@ -149,6 +157,10 @@ def test_of_several_turns_what_is_counted_and_only_sampled_tokens():
     found = step_metrics(args, game, Reward(), Metrics(), seconds, ALONE)
     assert found["rollout/turns"] == pytest.approx(4 / 3)
     assert not {"rollout/calls", "rollout/failed_calls"} & found.keys()
+    no_tools = batch_of_turns()
+    no_tools.prompts = [SimpleNamespace(prompt="p", tools=[])] * 3
+    found = step_metrics(args, no_tools, Reward(), Metrics(), seconds, ALONE)
+    assert "rollout/turns" in found and "rollout/calls" not in found
     plain = step_metrics(args, batch_of_turns([]), Reward(), Metrics(), seconds, ALONE)
     assert not [name for name in plain if name.endswith(("turns", "calls", "hung", "tokens"))]
 

@@ -272,6 +272,7 @@ class Plain:
             responses = [[i for i, mine in zip(ids, game.acted, strict=True) if mine] for game, ids in counts]
             numbers["rollout/turns"] = [len(game.rewards) + game.cut for game in self.games]
             numbers["rollout/observation_tokens"] = [game.acted.count(False) for game in self.games]
+            numbers["rollout/no_room"] = [game.full for game in self.games]
             numbers["rollout/hung"] = [0] * len(responses)
         lengths = [len(ids) for ids in responses]
         numbers |= {**over, "reward/score": scores.tolist(), "rollout/length": lengths}

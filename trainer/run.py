@@ -533,12 +533,15 @@ class PpoRun(Run):
         return hashes
 
     def text_fingerprints(self) -> dict[str, str]:
-        hashes = {
-            "tokenizer": short_hash(sorted(self.tokenizer.get_vocab().items())),
-            "offline_data_path" if self.args.offline_data_path else "data_path": self.data.fingerprint,
-        }
+        hashes = {"tokenizer": short_hash(sorted(self.tokenizer.get_vocab().items()))}
         if self.environments:
-            hashes["env" if self.args.env else "tools"] = self.environments.code_hash
+            flag = "env" if self.args.env else "tools"
+            shown = self.environments.schemas  # in the prompts: before their fingerprint, to be named first
+            names = [schema["function"]["name"] for schema in shown]
+            hashes[f"{flag} tools"] = " ".join([*names, short_hash(shown)])
+            hashes[flag] = self.environments.code_hash
+        data_flag = "offline_data_path" if self.args.offline_data_path else "data_path"
+        hashes[data_flag] = self.data.fingerprint
         if self.reward.functions:
             hashes["reward_fn"] = code_hash(self.args.reward_fn)
             weights = [f"{name}={weight:g}" for name, (_, weight) in self.reward.functions.items()]

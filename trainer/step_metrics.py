@@ -122,19 +122,19 @@ def add_scores(metrics: Metrics, name: str, scores: Tensor) -> None:
 
 
 def add_turns(metrics: Metrics, pattern: str, batch: Batch) -> None:
-    """Add what is counted of responses in several turns, if they have them. pattern: of the metrics' names,
-    {} stands for what is counted. A text game has no calls."""
+    """Add what is counted of responses in several turns, if they have them, and of calls where there are
+    tools. pattern: of the metrics' names, {} stands for what is counted."""
     dialogues = batch.dialogues
     if not dialogues:
         return
-    calls = sum(dialogue.calls for dialogue in dialogues)
     sums: dict[str, Number] = {
         "turns": sum(dialogue.turns for dialogue in dialogues),
         "observation_tokens": sum(dialogue.observation_tokens for dialogue in dialogues),
+        "no_room": sum(dialogue.no_room for dialogue in dialogues),
         "hung": sum(dialogue.hung for dialogue in dialogues),
     }
-    if batch.turn_rewards is None:
-        sums["calls"] = calls
+    if batch.turn_rewards is None and any(prompt.tools for prompt in batch.prompts):
+        sums["calls"] = calls = sum(dialogue.calls for dialogue in dialogues)
         failed = sum(dialogue.failed_calls for dialogue in dialogues)
         metrics.add(pattern.format("failed_calls"), failed, calls)  # NaN where nothing was called
     metrics.add_all({pattern.format(name): total for name, total in sums.items()}, len(dialogues))
@@ -182,11 +182,19 @@ def rows_of_step(batch: Batch, world: World) -> Rows:
 
 def answer_rows(batch: Batch) -> list[Row]:
     """A row of each response: prompt, text, the parts of its score that say something of it, its length in
-    sampled tokens, did it end. Of several turns the text is the last one's, and "messages" has all."""
+    sampled tokens, did it end. Of several turns the text is the last one's, "messages" has all, and "cut_by"
+    says what has cut a response."""
     numbers = {name: x.tolist() for name, x in batch.parts.items()}
     lengths = batch.lengths.tolist()
     finished = batch.finished.tolist()
-    messages = [{"messages": plain_messages(dialogue.messages)} for dialogue in batch.dialogues]
+    turns = [{"messages": plain_messages(dialogue.messages)} for dialogue in batch.dialogues]
+    for row, dialogue, ended in zip(turns, batch.dialogues, finished, strict=bool(turns)):
+        if not ended:
+            row["cut_by"] = "--max_gen_len"
+        if dialogue.no_room:
+            row["cut_by"] = "an observation that does not fit"
+        if dialogue.hung:
+            row["cut_by"] = "--reward_timeout"
     return [
         {
             "prompt": prompt.prompt,
@@ -194,7 +202,7 @@ def answer_rows(batch: Batch) -> list[Row]:
             "parts": {name: round(x[i], 4) for name, x in numbers.items() if not math.isnan(x[i])},
             "length": lengths[i],
             "finished": finished[i],
-            **(messages[i] if messages else {}),
+            **(turns[i] if turns else {}),
         }
         for i, prompt in enumerate(batch.prompts)
     ]

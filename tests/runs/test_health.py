@@ -17,7 +17,7 @@ USUAL = {"kl/k1": 0.03, "kl/sequence": 0.8, "rollout/finished": 1, "rollout/leng
 USUAL |= {"rollout/sampler_gap": 0.0002, "rollout/importance_weight": 1, "rollout/importance_ess": 1}
 USUAL |= {"rollout/repetition": 0.05, "rollout/distinct": 0.98, "rollout/score_length_corr": 0.1}
 USUAL |= {"rollout/turns": 2, "rollout/calls": 1, "rollout/failed_calls": 0, "rollout/hung": 0}
-USUAL |= {"rollout/observation_tokens": 9}
+USUAL |= {"rollout/observation_tokens": 9, "rollout/no_room": 0}
 USUAL |= {"rollout/equal_groups": 0.1, "reward/score": 1, "reward/score_std": 1, "reward/at_limit": 0}
 USUAL |= {"reward/format": 0.5, "policy/loss": 0, "policy/approx_kl": 0.002, "policy/clip_fraction": 0.01}
 USUAL |= {"policy/ratio": 1, "policy/first_ratio": 1, "policy/entropy": 0.1, "policy/advantage_std": 1}
@@ -119,6 +119,7 @@ ONE_NUMBER = """
     rollout/calls             0.01   0.03    3  never_calls         look
     rollout/failed_calls      0.51   0.49    3  calls_fail          look
     rollout/failed_calls      0.96   -       3  calls_fail          wrong
+    rollout/no_room           0.21   0.19    3  observations_fill   look
     rollout/hung              0.03   0.01    1  environment_hangs   look
     rollout/hung              0.31   -       1  environment_hangs   wrong
 """

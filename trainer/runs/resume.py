@@ -255,12 +255,12 @@ def check_same_run(old: Config, new: Config, flags: dict[str, Any]) -> list[str]
     for key, now in new["fingerprints"].items():
         name, _, field = key.partition(" ")  # a field is compared if the function asked for it before, too
         was = old["fingerprints"].get(key, now if field else None)
+        named = new[name] if isinstance(new[name], str) else " ".join(new[name])
         if was != now and key in CODE:
-            code = new[name] if isinstance(new[name], str) else " ".join(new[name])
-            notes.append(f"note: the code of --{name} {code} has changed since the run began")
+            notes.append(f"note: the code of --{name} {named} has changed since the run began")
         elif was != now:
             raise InputError(
-                f"--{name} {new[name]} does not hold what the run began with "
+                f"--{name} {named} does not hold what the run began with "
                 f"({field or 'fingerprint'} {was}, now {now}); name the original"
             )
     for name, flag in flags.items():
