@@ -187,7 +187,7 @@ def answer_rows(batch: Batch) -> list[Row]:
     numbers = {name: x.tolist() for name, x in batch.parts.items()}
     lengths = batch.lengths.tolist()
     finished = batch.finished.tolist()
-    turns = [{"messages": plain_messages(dialogue.messages)} for dialogue in batch.dialogues]
+    turns: list[Row] = [{"messages": plain_messages(dialogue.messages)} for dialogue in batch.dialogues]
     for row, dialogue, ended in zip(turns, batch.dialogues, finished, strict=bool(turns)):
         if not ended:
             row["cut_by"] = "--max_gen_len"

@@ -18,6 +18,7 @@ session.py. Stopping, resuming and faults: docs/reliability.md.
 
 import math
 import sys
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,7 @@ from trainer.flags import (
     add_stage_flags,
     complete_output_flags,
     minimind_pth,
+    path,
 )
 
 HIDDEN_SIZE = 128  # of a new model, by default
@@ -50,6 +52,9 @@ def flag_parser() -> FlagParser:
         may_change=False,
     )
     add_stage_flags(p, "demonstrations")
+    p.group("tools, shown where records list none (environments.md)")
+    p.add("--env", path, "those of a class of yours: path.py:Class")
+    p.add("--tools", [], "functions of yours: path.py:f,g …", type=path)
     return p
 
 
@@ -60,11 +65,13 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from dataset.formats import Keys, Tools
 from dataset.lm_dataset import SFTDataset
 from model.loading import eos_ids, is_moe
 from model.model_minimind import MiniMindConfig, plain_config
 from model.saving import save_directory, save_policy, whole_state
 from trainer.compute.scoring import PolicyScorer, score_learned
+from trainer.environments.environment import load_environments
 from trainer.runs import displays
 from trainer.runs.base import Say
 from trainer.runs.metrics import Loss, Metrics
@@ -89,6 +96,17 @@ class SftRun(SupervisedRun):
     display = displays.SFT
     rate = "sft"
     records = SFTDataset
+
+    @cached_property
+    def tools(self) -> Tools:
+        """The schemas that train_ppo.py shows with the same flags."""
+        args = self.args
+        return load_environments(args.env, args.tools).schemas if args.env or args.tools else ()
+
+    def load_records(self, path: str) -> SFTDataset:
+        args = self.args
+        keys = Keys.of(args)
+        return SFTDataset(path, self.tokenizer, args.max_seq_len, args.system_prompt, keys, tools=self.tools)
 
     def load_policy(self, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
         """--model, or a Llama with random weights and MiniMind 2's shape: 8 heads, 2 key-value heads, tied

@@ -587,8 +587,15 @@ def test_the_check_is_that_of_the_template(make):
 # ---------------------------------------------------------------- what comes of them
 
 
-def test_a_call_may_end_with_a_stop_string(make):
-    turns = make(TOOLS, QWEN, stops=["</tool_call>"])
+@pytest.mark.parametrize("special", [False, True])
+def test_a_call_may_end_with_a_stop_string(make, special):
+    """Also where --stop has made an id of it that ends a response."""
+    turns = make(TOOLS, QWEN, stops=[] if special else ["</tool_call>"])
+    if special:
+        turns.tokenizer.add_special_tokens({"additional_special_tokens": ["</tool_call>"]})
+        ends = [*turns.endings.eos, turns.tokenizer.convert_tokens_to_ids("</tool_call>")]
+        turns.endings = Endings(ends, None, Forbidden(1, tuple(ends)))
+    turns.check(prompt_of(turns))
     (talk,) = begin(turns)
     ids = turns.tokenizer.encode(call("add", a=1, b=2))
     tokens, lengths = pad_right([ids])

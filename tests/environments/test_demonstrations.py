@@ -11,7 +11,7 @@ from tiny_templates import ALL, HERMES, MINIMIND3, QWEN, QWEN3, with_template
 
 from dataset.chat_template import set_template_kwargs
 from dataset.lm_dataset import RLAIFDataset, SFTDataset
-from trainer import train_ppo
+from trainer import train_ppo, train_sft
 from trainer.compute.batch import new_batch
 from trainer.compute.batching import pad_right
 from trainer.environments.conversation import MultiTurn
@@ -129,3 +129,22 @@ def test_all_data_of_a_run_are_shown_the_tools_of_the_flag(tmp_path):
     assert run.held_out and run.demonstrations
     texts = [run.data[0].text, run.held_out[0].text, run.tokenizer.decode(run.demonstrations[0][0])]
     assert all(text.startswith("<|im_start|>system\nTools: calculate<|im_end|>") for text in texts)
+
+
+def test_stage_1_shows_the_tools_of_its_flags(tmp_path):
+    """To records that list none, the held-out ones too."""
+    talk = tiny.write_jsonl(tmp_path / "talk.jsonl", [{"messages": TALKS["a call"]}] * 2)
+    (tmp_path / "adder.py").write_text(ADDER)
+    (tmp_path / "world.py").write_text(
+        "class World:" + ADDER.replace("(x", "(self, x").replace("\n", "\n    ")
+    )
+    found = []
+    for flags in ({"tools": f"{tmp_path}/adder.py:add"}, {"env": f"{tmp_path}/world.py:World"}, {}):
+        files = {"model": DEMO / "tools_policy", "data_path": talk, "eval_data_path": talk}
+        args = train_sft.parse_args(tiny.flags(**files, **flags, out_dir=tmp_path, device="cpu"))
+        run = train_sft.SftRun(args, ALONE)
+        shown = load_environments(args.env, args.tools).schemas if flags else []
+        expected = SFTDataset(talk, run.tokenizer, args.max_seq_len, tools=shown)
+        assert run.data[0] == run.held_out[0] == expected[0]
+        found.append(run.tokenizer.decode(run.data[0][0]).startswith("<|im_start|>system\nTools: add"))
+    assert found == [True, True, False]

@@ -18,7 +18,7 @@ A tool's exception is its result. That of ``reset``, ``step`` or ``get_reward`` 
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
@@ -127,7 +127,7 @@ class MultiTurn:
         """Raise InputError where the chat template cannot go on behind a turn (``Observer.check``)."""
         self.observer.check(prompt.prompt, prompt.tools, **self._switches(prompt))
         if not self.environments.is_text_game and self.tokenizer.response_template is None:
-            check_calls(self.tokenizer, self.endings, prompt.tools)
+            check_calls(self.tokenizer, self.observer.ends, prompt.tools)
 
     def example(self, prompt: Prompt) -> Exchange:
         """A response of two turns to this prompt, as reward models read it."""
@@ -212,7 +212,7 @@ class MultiTurn:
             return partial(talk.episode.step, talk.text)
         tools = talk.prompt.tools
         # With a stop string, which may be the end of a call.
-        said = decode(self.tokenizer, ids[:-1] if ids[-1] in self.endings.eos else ids)
+        said = decode(self.tokenizer, ids[:-1] if ids[-1] in self.observer.ends else ids)
         before = decode(self.tokenizer, talk.context[: -len(ids)])
         turn = read_turn(self.tokenizer, said, before, tools)
         if not turn.calls:
@@ -374,15 +374,15 @@ def assistant(content: str, thought: str = "", calls: Sequence[Call] = ()) -> di
     return {"role": "assistant", "content": TurnText(content, thought, called)}
 
 
-def check_calls(tokenizer: PreTrainedTokenizerBase, endings: Endings, tools: Tools) -> None:
+def check_calls(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], tools: Tools) -> None:
     """Raise InputError where the chat template writes calls in a form that ``read_turn`` does not know: what
-    the policy has learned to write would never be run."""
+    the policy has learned to write would never be run. ends: ids of which one ends a turn."""
     call = Call("f", {"x": "1"})
     question = to_messages("question")
     before = unmark(render(tokenizer, question, generate=True, tools=tools))
     turn = unmark(render(tokenizer, [*question, assistant("", calls=[call])], tools=tools))
     turn = turn.removeprefix(before)
-    for end in tokenizer.convert_ids_to_tokens(endings.eos):
+    for end in tokenizer.convert_ids_to_tokens([*ends]):
         turn, _, _ = turn.partition(end)
     if call not in read_turn(tokenizer, turn).calls:
         raise InputError(

@@ -26,6 +26,7 @@ from dataset.chat_template import (
 )
 from dataset.formats import AnyPrompt, Messages, Tools, to_messages, whole_answer
 from errors import InputError, as_input_error
+from trainer.environments.tool_calls import CALL_END
 from trainer.generation.stops import Endings
 
 TURN = 2 * MARK  # in the place of a sampled turn
@@ -69,12 +70,18 @@ class Observer:
     role: str  # of an observation: "tool", or "user" in a text game
 
     @cached_property
+    def ends(self) -> set[int]:
+        """The ids that end a turn and are no text of it. --stop may name the end of a call, which is."""
+        names = self.tokenizer.convert_ids_to_tokens(self.endings.eos)
+        return {i for i, name in zip(self.endings.eos, names, strict=True) if name != CALL_END}
+
+    @cached_property
     def end_len(self) -> int:
         """The number of tokens with which the template ends a turn, up to an EOS. 0: it ends turns without
         one."""
         _, behind = around_turn(self.tokenizer, QUESTION, [self.observation(TURN)], ())
         (ids,) = encode(self.tokenizer, [behind.partition(TURN)[0]], BEHIND)
-        return next((place + 1 for place, i in enumerate(ids) if i in self.endings.eos), 0)
+        return next((place + 1 for place, i in enumerate(ids) if i in self.ends), 0)
 
     def observation(self, text: str) -> dict[str, str]:
         """The message of an observation."""
@@ -104,13 +111,11 @@ class Observer:
             if len(texts) > 1:
                 raise InputError(f"the chat template writes equal turns in different ways; {OTHER}")
             if not (self.end_len or self.endings.stops):
+                ends = " ".join(self.tokenizer.convert_ids_to_tokens(self.endings.eos))
                 raise InputError(
-                    f"the chat template ends turns with none of the policy's ends {self._ends()}; name what "
-                    "ends them with --stop"
+                    f"the chat template ends turns with none of the policy's ends {ends}; name what ends "
+                    "them with --stop"
                 )
-
-    def _ends(self):
-        return " ".join(self.tokenizer.convert_ids_to_tokens(self.endings.eos))
 
     def ids(self, last: int, observations: Messages, tools: Tools, room: int, **switches: Any) -> Ids:
         """The ids behind a turn that has ended; only their beginning where they are far more than ``room``.
@@ -120,4 +125,4 @@ class Observer:
         (ids,) = encode(self.tokenizer, [text[: CHARACTERS * enough]], BEHIND)
         if len(ids) <= enough and len(text) > CHARACTERS * enough:
             (ids,) = encode(self.tokenizer, [text], BEHIND)
-        return ids[self.end_len :] if last in self.endings.eos else ids
+        return ids[self.end_len :] if last in self.ends else ids
