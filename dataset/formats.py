@@ -214,7 +214,7 @@ def to_rated(record: Record) -> tuple[list[Exchange], float]:
 def keys_found(record: Record) -> str:
     """The keys of a record, for an error message."""
     names = json.dumps([name for name in record if not name.startswith("--")], ensure_ascii=False).strip("[]")
-    return f"keys found: {names[:QUOTED]}"
+    return f"keys found: {names[:QUOTED] or 'none'}"
 
 
 def _first(record: Record, names: tuple[str, ...]) -> Any:

@@ -50,8 +50,8 @@ from trainer.flags import (
 
 # What ``--help`` shows; ``--help all`` shows all.
 COMMON = """
-    model tokenizer hidden_size lora_r data_path eval_data_path max_seq_len reasoning reward_model reward_fn
-    num_generations batch_size max_gen_len temperature epochs max_steps mini_batch_size learning_rate
+    model hidden_size lora_r data_path eval_data_path max_seq_len reasoning reward_model reward_fn
+    num_generations batch_size max_gen_len env tools epochs max_steps mini_batch_size learning_rate
     advantage kl_coef dtype device out_dir run_name resume eval_interval tracker"""
 
 # Why flags exclude others, as declared with them below: {a flag, or "flag=value": why}.
@@ -101,7 +101,7 @@ def flag_parser() -> FlagParser:
     switch("--merge_history", 0, "1: reward models get a prompt's messages as one, as MiniMind's")
     add_sampled("--reward_fn", [], "functions of yours: path.py:function, or f.py:g=WEIGHT …", type=path)
     add_sampled("--reward_url", "", "a server that scores; docs/rewards.md", may_change=True)
-    add("--reward_timeout", 600.0, "seconds for --reward_fn, _url", may_change=True)
+    add("--reward_timeout", 600.0, "seconds for a call of --reward_fn, _url, --env, --tools", may_change=True)
     add("--eval_reward_model", [], "only evaluates", type=path)
     add("--eval_reward_fn", [], "only evaluates: path.py:function …", type=path)
     add_sampled(

@@ -45,7 +45,7 @@ def test_the_class(begin):
 
 def test_the_text_game(begin):
     episode, text = begin("Count")
-    assert text == "One number each. You begin."
+    assert text == " One number each. You begin."
     steps = [episode.step(said) for said in ("1", " 3", "5", "7", "9")]
     assert steps == [(str(n), 0.1, n == 10) for n in (2, 4, 6, 8, 10)]
     assert begin("Count")[0].step("2") == ("", 0.0, True)
