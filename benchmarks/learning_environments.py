@@ -113,6 +113,7 @@ NAMES = {
 }  # fmt: skip
 # Of actor and critic
 RATES_TRIED = {name: [[5e-4], [1e-3]] for name in WHO}
+RATES_TRIED |= {name: [[2.5e-4], *RATES_TRIED[name]] for name in ("our_group_tool", "trl_tool")}
 RATES_TRIED |= {name: [[5e-4, 2e-3], [1e-3, 2e-3]] for name in ("our_gae", "our_gae_tool")}
 GOAL = 0.95  # a share of the optimum
 

@@ -509,6 +509,11 @@ WRONG = [  # (body of the class, what is said)
     (METHOD.format("x: int, /"), "Game: f: a call names each argument, which x: int does not allow"),
     (METHOD.format("*x: int"), r"Game: f: a call names each argument, which \*x: int does not allow"),
     ("pass", "Game: Game has no public method: each tool is one, with a docstring"),
+    ("def reset(): pass", "Game: reset: ValueError: invalid method signature"),
+    (
+        "def step(self, text): pass\ndef get_reward(self): return 0",
+        "Game: step: .* no docstring.*; a tool needs",
+    ),
     ("def __init__(self, x): pass", "Game: it is called without arguments, but 'x' has no default"),
     ("def __init__(self):\n    1 / 0", r"Game: ZeroDivisionError: division by zero at .*game.py:3; correct"),
 ]
@@ -517,6 +522,13 @@ WRONG = [  # (body of the class, what is said)
 @pytest.mark.parametrize(("body", "says"), WRONG, ids=range(len(WRONG)))
 def test_classes_that_are_refused(file, body, says):
     refused(rf"^--env \S*{says}", of_class, file, body)
+
+
+def test_beside_get_reward_step_is_a_tool(file):
+    """As TRL has it."""
+    body = METHOD.format("x: int").replace("def f", "def step") + "\ndef get_reward(self):\n    return 1"
+    environments = of_class(file, body)
+    assert (environments.is_text_game, environments.methods) == (False, ["step"])
 
 
 def test_flags_that_are_refused(file, tmp_path):

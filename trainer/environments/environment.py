@@ -6,8 +6,9 @@
         def get_reward(self) -> float: ...             # at the end, if it is there
         def close(self) -> None: ...                   # once the response is scored, if it is there
 
-A class with ``step(self, text) -> (observation, reward, done)`` is a text game: it has no tools, and ``step``
-gets the text of each turn. Methods may be async. Each response has an object of its own.
+A class with ``step(self, text) -> (observation, reward, done)`` and without ``get_reward`` is a text game: it
+has no tools, and ``step`` gets the text of each turn. Methods may be async. Each response has an object of
+its own.
 """
 
 import copy
@@ -231,18 +232,14 @@ def load_environments(env: str, tools: str | Sequence[str], modules: Modules | N
     reset = getattr(probe, "reset", None)
     with in_one_line(f"--env {env}: reset"):
         reset_takes = [*inspect.signature(reset).parameters.values()] if reset else []
-    is_text_game = callable(getattr(probe, "step", None))
+    has_reward = callable(getattr(probe, "get_reward", None))
+    # Beside get_reward, ``step`` is a tool: a text game pays in its steps.
+    is_text_game = callable(getattr(probe, "step", None)) and not has_reward
     methods = {} if is_text_game else public_methods(probe)
     for method_name, method in methods.items():
         add_schema(schemas, f"--env {env}: {method_name}", method, method_name)
     if is_text_game and schemas:
         raise InputError(f"--tools: {env} has a step, as a text game, which has no tools; leave out --tools")
-    has_reward = callable(getattr(probe, "get_reward", None))
-    if is_text_game and has_reward:
-        raise InputError(
-            f"--env {env}: it has step and get_reward; a text game (step) pays in its steps, and a class of "
-            "tools has no method step: leave out one of them"
-        )
     has_reward = has_reward or is_text_game
     if not schemas and not has_reward and reset is None:
         raise InputError(
