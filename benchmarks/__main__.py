@@ -8,8 +8,8 @@
 In each case this program and the peer run alternately in one process, several times. The tables have medians
 with the least and the most. Results are written after each case; a case that fails is an "error" there, and
 the next one is measured. Scripts that are run by themselves: busy.py, chaos.py, demo.py, large_files.py,
-learning.py, learning_environments.py, learning_rates.py, peers.py, plan.py, preferences.py, real_model.py,
-real_model_tools.py, recipes.py, shared_prompts.py.
+later_turns.py, learning.py, learning_environments.py, learning_rates.py, peers.py, plan.py, preferences.py,
+real_model.py, real_model_tools.py, recipes.py, shared_prompts.py.
 """
 
 import importlib

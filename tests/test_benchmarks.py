@@ -20,6 +20,7 @@ from dataset.lm_dataset import RLAIFDataset
 from model.loading import load_tokenizer
 from trainer.compute.cpu import kernels as cpu
 from trainer.compute.kernels import kernels_of
+from trainer.generation.engine import Engine
 from trainer.rewards.combine import Reward
 
 TINY = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -180,6 +181,22 @@ def test_prompts_computed_once_beside_whole_sequences(benchmark, monkeypatch, tm
         "shared",
         "plain",
     }
+
+
+def test_later_turns_from_the_cache_and_anew(benchmark, monkeypatch, tmp_path):
+    module = benchmark("later_turns")
+    for name, value in {"PROMPT": 40, "TURN": 4, "OBSERVATION": 2, "LONGEST": 18}.items():
+        monkeypatch.setattr(module, name, value)
+    path = save_policy_dir(tmp_path, word_tokenizer(WORDS))
+    computed = []
+    plain = Engine._prefill
+    monkeypatch.setattr(Engine, "_prefill", lambda *given: (computed.append(given[1]), plain(*given)))
+    counts = []
+    for keeps in (True, False):
+        computed.clear()
+        assert len(module.measure(path, keeps)) == 3
+        counts.append(sum(len(prompt) for prompts in computed for prompt in prompts))
+    assert counts == [4 * 40, 4 * 40 + 16 * (46 + 52)]
 
 
 def test_what_decoding_and_a_step_without_a_critic_need_by_hand(benchmark):
