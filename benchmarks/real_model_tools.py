@@ -92,7 +92,8 @@ def train(folder: Path, model: Path, name: str, threads: int, flags: dict[str, A
 
 def evaluation(row: dict[str, float]) -> dict[str, float]:
     """A line of metrics.jsonl -> what the table shows of its evaluation."""
-    found = {name: round(row[f"eval/{name}"], 3) for name in SHOWN if f"eval/{name}" in row}
+    known = {name: row.get(f"eval/{name}") for name in SHOWN}  # None: of no calls none fail
+    found = {name: round(x, 3) for name, x in known.items() if x is not None}
     return {"step": row["step"], **found}
 
 

@@ -248,10 +248,11 @@ class Engine:
         """Let later turns go on from the cache: the tokens that are new are decoded, all but the last one of
         each. It does not depend on other rows which turns these are, as rounding then would."""
         found = []  # (row, slot, how many of its tokens are in the cache)
+        counts = {len(ids) for ids in kept}
         for row in self.waiting:
             prompt = self.prompts[row]
-            least = len(prompt) - len(prompt) // FEW
-            known = next((n for n in range(len(prompt) - 1, least - 1, -1) if kept.get(prompt[:n])), 0)
+            tried = counts & {*range(len(prompt) - len(prompt) // FEW, len(prompt))}
+            known = max((n for n in tried if kept[prompt[:n]]), default=0)
             if known:
                 found.append((row, kept[prompt[:known]].pop(), known))
         if not found:
