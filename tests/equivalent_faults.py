@@ -29,6 +29,9 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
         "a share of 1 is all tokens": ["if args.entropy_top <= 1:", "if args.entropy_top < 2:"],
     },
+    "trainer/environments/tool_calls.py": {
+        "behind the end of a text there is none": ["while place <= len(text):"],
+    },
     "trainer/options/offline.py": {
         "for type checkers only": ["Logged = TypeVar('Logged', LoggedPairs, LoggedAnswers)"],
         "these are overwritten before anything reads them": [

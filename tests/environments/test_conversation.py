@@ -530,6 +530,7 @@ def test_environments_are_closed_once_in_their_thread(make, capsys):
     say(turns, talks, call("ask"), "no", "no")
     assert [x["content"] for x in talks[0].observations] == ["4"]
     say(turns, talks[:1], "4")
+    assert not talks[0].observations  # those of the turn before are no answer to this one
     assert turns.scores(talks) == [1.0] * 3
     count = talks[0].episode.environment.count
     assert not count
@@ -562,6 +563,20 @@ def test_a_template_whose_calls_are_not_read_is_refused(make):
     tiny.refused("writes calls in a form that is not read", turns.check, prompt_of(turns))
     turns.tokenizer.response_template = {"fields": {}}  # it reads its own
     turns.check(prompt_of(turns))
+
+
+def test_what_reward_models_are_tried_with(make):
+    """Two turns; the beginning of an answer belongs to the first."""
+    turns = make(GAME)
+    begun = [tiny.user("Two?"), tiny.assistant(TurnText("It ", is_begun=True))]
+    before, last = turns.example(prompt_of(turns, begun))
+    assert (plain_messages(before), last) == ([tiny.user("Two?"), tiny.assistant("0"), tiny.user("0")], "0")
+    tools = make(TOOLS, QWEN)
+    before, last = tools.example(prompt_of(tools))
+    called = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    result = {"role": "tool", "name": "unknown", "content": "0"}
+    question = tiny.user("What is two?")
+    assert plain_messages(before) == [question, tiny.assistant("", tool_calls=[called]), result]
 
 
 def test_a_template_that_writes_a_call_as_the_whole_turn_is_read(make):

@@ -1,11 +1,20 @@
 """The calls in a turn's text: each form, and all that a model can write instead."""
 
 import json
+import warnings
 
 import pytest
 from tiny import word_tokenizer
 
-from trainer.environments.tool_calls import BadCall, Call, CallError, Turn, error_result, read_turn
+from trainer.environments.tool_calls import (
+    DEEPEST,
+    BadCall,
+    Call,
+    CallError,
+    Turn,
+    error_result,
+    read_turn,
+)
 
 TOKENIZER = word_tokenizer("ab")
 ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
@@ -116,6 +125,23 @@ def test_a_call_that_cannot_be_read_is_one_with_its_error_and_stays_in_the_conte
     assert broken.error.startswith(says)
     assert good == CALL
     assert turn.content == f"a {tagged(text)}"
+
+
+def test_a_text_of_python_warns_of_nothing():
+    with warnings.catch_warnings(action="error"):
+        assert read(tagged("{'name': 'say', 'arguments': {'x': '\\d'}}")).calls == [Call("say", {"x": r"\d"})]
+
+
+def test_calls_are_as_deep_as_what_renders_them_can_bear():
+    def nested(levels):
+        return json.dumps({"name": "f", "arguments": {"x": levels * "["}}).replace(
+            f'"{levels * "["}"', levels * "[" + levels * "]"
+        )
+
+    [call] = read(tagged(nested(DEEPEST - 1))).calls
+    assert isinstance(call, Call)
+    [call] = read(tagged(nested(DEEPEST))).calls
+    assert isinstance(call, BadCall)
 
 
 def test_a_list_with_a_broken_call_has_the_others_too():

@@ -66,7 +66,7 @@ class Conversation:
 
     prompt: Prompt  # as reset has opened it
     episode: Episode
-    hung: bool = False  # its environment has taken too long
+    hung: bool  # its environment has taken too long
     no_room: bool = False  # an observation did not fit
     ids: Ids = field(default_factory=list)  # turns and the observations between them
     is_action: list[bool] = field(default_factory=list)  # False on observations
