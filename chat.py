@@ -215,6 +215,13 @@ class Player(Speaker):
         (ids,) = encode(self.tokenizer, [text])
         first = Prompt(0, messages, None, ids, self.record, unmark(text), tools=tools)
         self.turns.check(first)
+        try:
+            return self.play_from(first, prompt)
+        finally:
+            self.turns.close()
+
+    def play_from(self, first: Prompt, prompt: AnyPrompt) -> Conversation:
+        """``play`` with the prompt as the model reads it. prompt: as it was given."""
         (talk,) = self.turns.begin([first], noise_keys(torch.initial_seed(), 0, [0]))
         question = to_messages(talk.prompt.prompt)[-1]["content"]
         if question != prompt:  # of a record, or with what reset adds

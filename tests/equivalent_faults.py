@@ -29,6 +29,15 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
         "a share of 1 is all tokens": ["if args.entropy_top <= 1:", "if args.entropy_top < 2:"],
     },
+    "trainer/environments/observations.py": {
+        "any mark that no text has": ["TURN = 3 * MARK"],
+        "how much is tokenised at first, before all of it is": [
+            "enough = 2 * max(room, 257)",
+            "if len(ids) < enough and len(text) > CHARACTERS * enough:",
+            "if len(ids) <= enough and len(text) >= CHARACTERS * enough:",
+            "if len(ids) <= enough and len(text) > CHARACTERS / enough:",
+        ],
+    },
     "trainer/environments/tool_calls.py": {
         "behind the end of a text there is none": ["while place <= len(text):"],
     },

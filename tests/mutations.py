@@ -57,7 +57,10 @@ TESTS = {
         "tests/test_flags.py::test_a_flag_that_excludes_another_is_one_line_with_both_and_the_reason",
     ],
     "trainer/environments/conversation.py": ["tests/environments/test_conversation.py"],
-    "trainer/environments/observations.py": ["tests/environments/test_observations.py"],
+    "trainer/environments/observations.py": [
+        "tests/environments/test_observations.py",
+        "tests/environments/test_conversation.py",
+    ],
     "trainer/environments/tool_calls.py": ["tests/environments/test_tool_calls.py"],
     "trainer/options/best.py": ["tests/test_best.py"],
     "trainer/options/ema.py": ["tests/test_ema.py"],

@@ -226,6 +226,15 @@ def test_a_class_and_functions_together_are_the_tools(world, tmp_path):
     assert talk.episode.get_reward() == 1.5 and [x["content"] for x in talk.messages[1:2]] == ["5"]
 
 
+def test_each_answer_closes_its_environment(world, tmp_path):
+    path = tmp_path / "closes.py"
+    path.write_text("CLOSED = []\n" + GAME + "\n    def close(self):\n        CLOSED.append(self.number)\n")
+    one = player(world, "player", '{"number": 3}', env=f"{path}:Game")
+    for count in (1, 2):
+        talk = one.play(GUESS)
+        assert type(talk.episode.environment).close.__globals__["CLOSED"] == [3] * count
+
+
 def test_the_output_has_the_turns_and_stderr_the_rest(world):
     flags = ["--model", world / "player.pth", "--env", f"{world / 'game.py'}:Game", "--device", "cpu"]
     process = start(*flags, "--record", json.dumps({"number": 3}))
@@ -342,3 +351,15 @@ def test_the_greedy_answers_of_an_evaluation_are_those_of_chat(world, tmp_path, 
     one = chat.make_speaker(args, chat.read_record(args.record), torch.device("cpu"))
     assert one.name == str(tmp_path / "ppo_actor_64.pth") and one.limits.max_turns == 8
     assert one.play(chat.asked_by(one.record)).episode.environment.number == one.record["number"]
+    # reset may ask for an answer that stands under another name.
+    keyed = write_jsonl(tmp_path / "keyed.jsonl", [{"prompt": GUESS, "truth": "5"}] * 4)
+    asks = tmp_path / "asks.py"
+    asks.write_text(
+        GAME.replace("reset(self, number):", "reset(self, answer):\n        number = int(answer)")
+    )
+    files |= {"data_path": keyed, "answer_key": "truth", "env": f"{asks}:Game"}
+    tiny.train(**files, **sizes, out_dir=tmp_path / "keyed")
+    [talk] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("talk ")]
+    args = chat.parse_args(shlex.split(talk)[3:])
+    one = chat.make_speaker(args, chat.read_record(args.record), torch.device("cpu"))
+    assert one.record == {"answer": "5", "prompt": GUESS, "truth": "5"}

@@ -173,6 +173,8 @@ def test_a_reward_model_whose_template_refuses_several_turns_is_found_before_any
     says = "reward model .*reward: it cannot read several turns: .*one question"
     tiny.refused(says, train_ppo.main, tiny.flags(**flags))
     assert not (tmp_path / "out").exists()
+    train_ppo.main(tiny.flags(**flags, merge_history=1))  # they are one message
+    flags["out_dir"] = tmp_path / "other"
     plain = {name: value for name, value in flags.items() if name != "env"}
     train_ppo.main(tiny.flags(**plain))  # one turn can be read
 

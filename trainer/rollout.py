@@ -70,7 +70,7 @@ class RolloutEngine:
     ) -> Batch:
         """``respond`` where environments or tools answer each turn of the policy, until all conversations are
         over. The turns of all that go on are sampled together. Their keys and values stay in the sampler's
-        cache where it has room, so a later turn computes its new tokens only."""
+        cache where it has room: a later turn computes only its new tokens, where these are few."""
         device = self.sampler.copy.model.device
         conversations = turns.begin(prompts, keys)
         while rows := [i for i, conversation in enumerate(conversations) if not conversation.over]:

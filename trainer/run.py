@@ -3,6 +3,7 @@
 train_ppo.py trains it. The models, and why the reference never changes: models.py.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -29,8 +30,8 @@ from trainer.compute.batch import Batch, RawScores
 from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.sharding import ShardGroup
-from trainer.environments.conversation import MultiTurn, ended_by, reset_all
-from trainer.environments.environment import Environments, load_environments, needed
+from trainer.environments.conversation import MultiTurn, close_all, ended_by, record_of, reset_all
+from trainer.environments.environment import Environments, Episode, load_environments, needed
 from trainer.environments.running import Hung
 from trainer.evaluation import Evaluation
 from trainer.flags import Flags, minimind_pth
@@ -78,7 +79,7 @@ from trainer.rewards.reward_function import (
     run_values,
     try_reward_functions,
 )
-from trainer.rewards.reward_models import models_hash
+from trainer.rewards.reward_models import merged_history, models_hash
 from trainer.rollout import RolloutEngine, with_sampled_space
 from trainer.runs import displays
 from trainer.runs.base import Run, Say, repeats_note
@@ -275,8 +276,10 @@ class PpoRun(Run):
         )
         turns.check(self.data[0])
         for model in scoring_models(self.reward, self.eval_reward):
+            question, answer = turns.example(self.data[0])
+            question = merged_history(question) if self.args.merge_history else question
             with as_input_error(f"reward model {model.model.name_or_path}: it cannot read several turns"):
-                conversation_text(model.tokenizer, *turns.example(self.data[0]), form=model.form)
+                conversation_text(model.tokenizer, question, answer, model.form)
         return turns
 
     def _use_data(self, data: Prompts, functions: RewardFunctions, eval_functions: RewardFunctions) -> None:
@@ -307,14 +310,16 @@ class PpoRun(Run):
             return
         if args.resume:
             check_resume(self, self.text_fingerprints())
-        attempt = partial(try_reward_functions, environments=self._begun)
+        open_ones: list[Episode] = []
+        attempt = partial(try_reward_functions, environments=partial(self._begun, open_ones))
         attempt(self.reward.functions, known, args.reward_timeout, data, self.held_out)
         with named_as_evaluation():
             attempt(eval_functions, known, args.reward_timeout, self.held_out)
+        close_all(open_ones, args.reward_timeout)
 
-    def _begun(self, prompts: Sequence[Prompt]) -> list[Any]:
-        """The environments of these prompts, reset; None for each with --tools, [] without both. Raises
-        InputError where reset fails."""
+    def _begun(self, open_ones: list[Episode], prompts: Sequence[Prompt]) -> list[Any]:
+        """The environments of these prompts, reset, and added to ``open_ones``; None for each with --tools,
+        [] without both. Raises InputError where reset fails."""
         if self.environments is None:
             return []
         seeds = [0] * len(prompts)
@@ -322,6 +327,7 @@ class PpoRun(Run):
         for prompt, (_, text) in zip(prompts, begun, strict=True):
             if isinstance(text, Hung):
                 raise ended_by(text, prompt)
+        open_ones += [episode for episode, _ in begun]
         return [episode.environment for episode, _ in begun]
 
     def _build_options(self) -> None:
@@ -596,7 +602,11 @@ class PpoRun(Run):
         flags = ["--env", os.path.abspath(args.env)] if args.env else []
         flags += ["--tools", *map(os.path.abspath, args.tools)] if args.tools else []
         flags += ["--max_turns", str(args.max_turns)]
-        if needed(self.environments.reset_takes):  # the first record has that
+        asked = needed(self.environments.reset_takes)
+        first = self.data[0]
+        if "answer" in asked and "answer" not in first.record:
+            flags += ["--record", json.dumps(record_of(first), default=str)]
+        elif asked:
             data = args.data_path
             flags += ["--record", os.path.abspath(data) if os.path.exists(data) else data]
         return flags

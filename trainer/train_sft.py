@@ -65,6 +65,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from dataset.chat_template import is_read
 from dataset.formats import Keys, Tools
 from dataset.lm_dataset import SFTDataset
 from model.loading import eos_ids, is_moe
@@ -99,9 +100,17 @@ class SftRun(SupervisedRun):
 
     @cached_property
     def tools(self) -> Tools:
-        """The schemas that train_ppo.py shows with the same flags."""
+        """The schemas that train_ppo.py shows with the same flags. Raises InputError where the chat template
+        shows none."""
         args = self.args
-        return load_environments(args.env, args.tools).schemas if args.env or args.tools else ()
+        if not (args.env or args.tools):
+            return ()
+        tools = load_environments(args.env, args.tools).schemas
+        if tools and not (self.tokenizer.chat_template and is_read(self.tokenizer, "tools")):
+            raise InputError(
+                "--tools, --env: the chat template does not show tools; give another --prompt_template"
+            )
+        return tools
 
     def load_records(self, path: str) -> SFTDataset:
         args = self.args

@@ -25,7 +25,9 @@ from errors import InputError
 Modules = dict[str, ModuleType]  # {path: its module}
 # Files that are not the user's, though the user's code is called through them.
 BETWEEN = (__file__, os.path.dirname(asyncio.__file__), os.path.dirname(concurrent.futures.__file__))
-LOOP_ANSWERS = 1.0  # seconds after which an event loop is blocked
+LOOP_ANSWERS = (
+    0.5  # seconds after which an event loop is blocked; less than between two signals of time_limit
+)
 
 
 def load_named(path: str, name: str, flag: str, modules: Modules) -> Callable[..., Any]:

@@ -565,6 +565,18 @@ def test_a_template_whose_calls_are_not_read_is_refused(make):
     turns.check(prompt_of(turns))
 
 
+def test_a_template_that_opens_a_thought_in_new_turns_only_is_read(make):
+    opens = QWEN.replace(
+        "{{ '<|im_start|>assistant\\n' }}{% endif %}", "{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+    )
+    assert opens != QWEN
+    turns = make(TOOLS, opens)
+    turns.check(prompt_of(turns))
+    (talk,) = begin(turns)
+    say(turns, [talk], f"so</think>{call('add', a=1, b=2)}")
+    assert [message["content"] for message in talk.observations] == ["3"]
+
+
 def test_what_reward_models_are_tried_with(make):
     """Two turns; the beginning of an answer belongs to the first."""
     turns = make(GAME)

@@ -148,3 +148,7 @@ def test_stage_1_shows_the_tools_of_its_flags(tmp_path):
         assert run.data[0] == run.held_out[0] == expected[0]
         found.append(run.tokenizer.decode(run.data[0][0]).startswith("<|im_start|>system\nTools: add"))
     assert found == [True, True, False]
+    files["prompt_template"] = tmp_path / "plain.jinja"
+    files["prompt_template"].write_text(ALL)
+    argv = tiny.flags(**files, tools=f"{tmp_path}/adder.py:add", out_dir=tmp_path, device="cpu")
+    tiny.refused("the chat template does not show tools", train_sft.main, argv)

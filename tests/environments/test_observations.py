@@ -255,6 +255,8 @@ def test_of_a_megabyte_only_the_beginning_is_tokenised(chat):
     def ids_of_a(text, room):
         return observer.ids(tokenizer.eos_token_id, [observer.observation(text)], [TOOL], room)
 
+    nine = tokenizer.convert_tokens_to_ids("9")
+    assert ids_of_a("9" * 5000, 6000).count(nine) == ids_of_a("9" * 5000, 10**6).count(nine) == 5000
     words = " assistant" * 900  # a token each
     long = (words, "9" * 30_000, " " * 30_000, "two plus " * 4000)
     for text, room in (("two plus " * 20, 300), ("9" * 5000, 6000), *((text, 300) for text in long)):

@@ -58,6 +58,8 @@ TURNS = [  # (text, content, calls, thought)
     (f"<think>a</think>\n\n{ADD}\n", "", [CALL], "a"),
     (f"So {ADD}", f"So {ADD}", [], ""),
     (f"<think>{ADD}</think>", "", [], ADD),
+    ('{"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}', "", [CALL], ""),
+    (tagged("{'name': 'say', 'arguments': {'x': (1, {2: 3})}}"), "", [Call("say", {"x": [1, {"2": 3}]})], ""),
     ('{"name": "Ann", "age": 7}', '{"name": "Ann", "age": 7}', [], ""),
     ('{"name": "add", "parameters": {', '{"name": "add", "parameters": {', [], ""),
     # thoughts
@@ -89,8 +91,8 @@ BROKEN = [  # (text, what is said)
     ("", "no JSON in a call: JSONDecodeError: Expecting value"),
     ("add(1, 2)", "no JSON in a call"),
     ("{'name': add}", "no JSON in a call"),
-    ("{'name': 'add', 'arguments': {'a': {1}}}", '"arguments" of add: TypeError'),
-    ("{'name': 'add', 'arguments': {'a': b'x'}}", '"arguments" of add: TypeError'),
+    ("{'name': 'add', 'arguments': {'a': {1}}}", "no JSON in a call"),
+    ("{'name': 'add', 'arguments': {'a': b'x'}}", "no JSON in a call"),
     ("{'name': 'add', 'arguments': (1, 2)}", '"arguments" of add must be an object'),
     ("{'a'}", "no JSON in a call"),
     (ADD + ADD, "more than one JSON value in a call"),
@@ -125,6 +127,17 @@ def test_a_call_that_cannot_be_read_is_one_with_its_error_and_stays_in_the_conte
     assert broken.error.startswith(says)
     assert good == CALL
     assert turn.content == f"a {tagged(text)}"
+
+
+def test_a_whole_turn_is_a_call_of_a_tool_only():
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    text = '{"name": "Ann", "parameters": {}}'
+    assert read(text) == Turn("", [Call("Ann", {})], "")
+    assert read_turn(TOKENIZER, text, tools=tools) == Turn(text, [], "")
+    assert read_turn(TOKENIZER, ADD, tools=tools) == Turn("", [CALL], "")
+    broken = '{"name": "add", "parameters": [1]}'
+    turn = read(broken)
+    assert isinstance(turn.calls[0], BadCall) and turn.content == broken
 
 
 def test_a_text_of_python_warns_of_nothing():

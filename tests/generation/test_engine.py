@@ -341,3 +341,26 @@ def test_newer_weights_compute_the_whole_turn(model):
     expected, _, prefilled = in_three_turns(forgetful(model), LONG, load=newer)
     found, _, again = in_three_turns(Sampler(model), LONG, load=newer)
     assert (found, again) == (expected, prefilled)
+
+
+def test_what_an_interrupted_call_has_left_is_not_gone_on_from(model, monkeypatch):
+    """It has prefilled into slots that held earlier turns."""
+    keys = noise_keys(7, 3, range(len(LONG)))
+    sampler = Sampler(model, slots=6)
+    batch = sampler.sample(LONG, keys, [0, 3], 60, 1.0, first_places=[0] * len(LONG))
+    later = [[*ids, *more, 4, 5] for ids, more in zip(LONG, batch.responses(), strict=True)]
+    places = [len(new) - len(ids) for ids, new in zip(LONG, later, strict=True)]
+    expected = Sampler(model).sample(later, keys, [0, 3], 60, 1.0, first_places=places)
+    plain = Engine._prefill
+
+    def interrupted(engine, prompts, groups):
+        plain(engine, prompts, groups)
+        raise KeyboardInterrupt
+
+    others = [[5, 4] * 15] * len(LONG)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Engine, "_prefill", interrupted)
+        sampler.sample(others, keys, [0, 3], 60, 1.0, first_places=[0] * len(LONG))
+    found = sampler.sample(later, keys, [0, 3], 60, 1.0, first_places=places)
+    assert found.responses() == expected.responses()
+    assert torch.allclose(found.sampler_logprobs, expected.sampler_logprobs, atol=1e-4)

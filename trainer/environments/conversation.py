@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from dataset.chat_template import Ids, Thinking, encode, prompt_text, render, unmark
+from dataset.chat_template import TEMPLATE_THOUGHT, Ids, Thinking, encode, prompt_text, render, unmark
 from dataset.formats import AnyPrompt, Exchange, Messages, Record, Tools, TurnText, is_transcript, to_messages
 from dataset.lm_dataset import Prompt
 from errors import InputError
@@ -381,7 +381,7 @@ def check_calls(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], tools: 
     question = to_messages("question")
     before = unmark(render(tokenizer, question, generate=True, tools=tools))
     turn = unmark(render(tokenizer, [*question, assistant("", calls=[call])], tools=tools))
-    turn = turn.removeprefix(before)
+    turn = turn.removeprefix(TEMPLATE_THOUGHT.sub("", before))  # turns of the past may not open one
     for end in tokenizer.convert_ids_to_tokens([*ends]):
         turn, _, _ = turn.partition(end)
     if call not in read_turn(tokenizer, turn).calls:

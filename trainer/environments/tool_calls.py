@@ -4,7 +4,7 @@ A tokenizer with a ``response_template`` (transformers) reads its own format. Ot
 
 - Qwen, Hermes, MiniMind and SmolLM write: <tool_call>{"name": …, "arguments": {…}}</tool_call>, several in a
   turn, with text around them. Hermes' data has Python's dicts there, with single quotes;
-- Llama 3 writes: {"name": …, "parameters": {…}} is the whole turn.
+- Llama 3 writes: {"name": …, "parameters": {…}} is the whole turn, with the name of a tool.
 
 A call inside <think>…</think> is none. Another format: here only.
 """
@@ -65,7 +65,7 @@ def read_turn(
     arguments. No text raises an error."""
     if tokenizer.response_template is not None:
         return _read_by_template(tokenizer, text, before, tools)
-    return _read_tags(text, before)
+    return _read_tags(text, before, [tool["function"]["name"] for tool in tools])
 
 
 def error_result(error: BadCall | Exception) -> str:
@@ -88,7 +88,7 @@ def as_unicode(text: str) -> str:
 # ---------------------------------------------------------------- <tool_call>
 
 
-def _read_tags(text: str, before: str) -> Turn:
+def _read_tags(text: str, before: str, names: Sequence[str] = ()) -> Turn:
     content: list[str] = []
     thoughts: list[str] = []
     calls: list[Call | BadCall] = []
@@ -114,8 +114,9 @@ def _read_tags(text: str, before: str) -> Turn:
         else:
             thinks = tag[0] == "<think>"
     said = "".join(content).strip()
-    if not calls and (call := _whole_turn(said)):
-        return Turn("", [call], "\n".join(filter(None, thoughts)))
+    if not calls and (call := _whole_turn(said, names)):
+        calls = [call]
+        said = said if isinstance(call, BadCall) else ""
     return Turn(said, calls, "\n".join(filter(None, thoughts)))
 
 
@@ -140,22 +141,24 @@ def _read_call(text: str, start: int) -> tuple[list[Call | BadCall], int]:
 
 
 def _python_literal(text: str) -> Any:
-    """A dict or list as Python writes it, None for any other text. Nothing is run."""
+    """What JSON can hold of a dict or list as Python writes it, None for any other text. Nothing is run."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of "\\d" in a text
             value = ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return json.loads(json.dumps(value)) if isinstance(value, dict | list) else None
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    return value if isinstance(value, dict | list) else None
 
 
-def _whole_turn(text: str) -> Call | BadCall | None:
-    """The call that a turn is, None for any other turn."""
+def _whole_turn(text: str, names: Sequence[str]) -> Call | BadCall | None:
+    """The call that a turn is, None for any other turn. names: of the tools, () for any."""
     try:
         value = JSON.decode(text)
     except (ValueError, RecursionError):
         return None
-    is_call = isinstance(value, dict) and value.keys() in ({"name", "parameters"}, {"name", "arguments"})
+    if not isinstance(value, dict) or (names and value.get("name") not in names):
+        return None
+    is_call = value.keys() - {"type"} in ({"name", "parameters"}, {"name", "arguments"})
     return _call_of(value) if is_call else None
 
 
@@ -190,7 +193,7 @@ def _call_of(value: Any) -> Call | BadCall:
         if _is_deep(arguments, DEEPEST):
             raise ValueError(f"more than {DEEPEST} levels")
         json.dumps([name, arguments], ensure_ascii=False).encode()  # half a surrogate pair is no text
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return BadCall(f'"arguments" of {as_unicode(name)}: {described(error)}')
     if not isinstance(arguments, dict | None):
         return BadCall(f'"arguments" of {name} must be an object, {{"name": value}}')

@@ -42,7 +42,8 @@ COMPACT_AT = 8
 STEPS_PER_CHECK = 8  # on a GPU, decoding steps between two checks for finished sequences, which wait for it
 MIN_GRAPH_COLUMNS = 128  # the least columns of a captured step; more double them
 GRAPH_ROWS = 32  # rows of a captured step: a power of 2 up to here, above it a multiple
-FEW = 4  # a later turn goes on from the cache where at most one in so many of its tokens is new
+FEW = 4  # a later turn goes on from the cache where at most one in so many of its tokens is new,
+MOST = 64  # and no more than these: all rows of a call take as many steps as the one with the most
 # On a CPU, decoded rows and the head's come in multiples of 8: in fp32, products of fewer rows may round
 # differently, and in bf16 oneDNN compiles code for each new shape
 ROW_MULTIPLE = 8
@@ -78,7 +79,7 @@ class Sampler:
         """Copy this policy's weights into the sampler. -> self"""
         self.copy.load(policy)
         if self.engine:
-            self.engine.keeps = False  # keys and values of the weights before
+            self.engine.ended = False  # keys and values are of the weights before
         return self
 
     def release(self) -> None:
@@ -123,6 +124,7 @@ class Sampler:
                     engine.advance()
                     engine.compact()
                     bar.update(count - len(engine.waiting) - engine.live - bar.n)
+            engine.ended = True
             return engine
 
         with torch.inference_mode():
@@ -169,8 +171,9 @@ class Engine:
     """The slots, the sequences in them and the results. Tensors keep their addresses, as CUDA graphs require.
 
     sizes: (rows, most prompts of a call; width, of the cache; longest response). The first ``live`` slots
-    hold sequences; the others are empty and count as done. ``state`` [6, slots] describes the slots; tokens,
-    logprobs and noise have a row for each prompt, and one with a column more: what slots that are done write.
+    hold sequences that go on; the others count as done: they are empty, or hold what is kept. ``state``
+    [6, slots] describes the slots; tokens, logprobs and noise have a row for each prompt, and one with a
+    column more: what slots that are done write.
     """
 
     def __init__(
@@ -201,6 +204,7 @@ class Engine:
         self.response_len = zeros(rows)
         self.finished = zeros(rows, dtype=torch.bool)
         self.keeps = False
+        self.ended = False  # whether the cache holds what the last call has kept
 
     def start(
         self,
@@ -213,7 +217,8 @@ class Engine:
         """Begin a call: all prompts wait, the longest first, so that similar ones are prefilled together.
         noise [B, longest response] fp64: of ``uniform``, or ``GREEDY``; first_places: as in ``sample``.
         keeps: finished sequences stay in free slots, for later turns in further calls."""
-        kept = self._kept()
+        kept = self._kept() if self.keeps and self.ended else {}
+        self.ended = False  # until all responses are there
         self.keeps = keeps
         self.first_places = first_places
         self.prompts = [tuple(prompt) for prompt in prompt_ids]
@@ -235,8 +240,6 @@ class Engine:
     def _kept(self):
         """{tokens whose keys and values are in the cache: [the slots]} of sequences of the call before."""
         kept: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        if not self.keeps or self.live:
-            return kept
         tokens = self.tokens.tolist()
         for slot, (row, position) in enumerate(zip(self.row.tolist(), self.position.tolist(), strict=True)):
             if row + 1 < len(tokens):
@@ -246,13 +249,15 @@ class Engine:
 
     def _go_on(self, kept):
         """Let later turns go on from the cache: the tokens that are new are decoded, all but the last one of
-        each. It does not depend on other rows which turns these are, as rounding then would."""
+        each. As long as there are slots for all, it does not depend on other rows which turns these are:
+        rounding would, too."""
         found = []  # (row, slot, how many of its tokens are in the cache)
         counts = {len(ids) for ids in kept}
-        for row in self.waiting:
+        for row in self.waiting if kept else ():
             prompt = self.prompts[row]
-            tried = counts & {*range(len(prompt) - len(prompt) // FEW, len(prompt))}
-            known = max((n for n in tried if kept[prompt[:n]]), default=0)
+            most = min(len(prompt) // FEW, MOST, self.first_places[row])  # the first prompt is in the cache
+            tried = counts & {*range(len(prompt) - most, len(prompt))}
+            known = max((n for n in tried if kept.get(prompt[:n])), default=0)
             if known:
                 found.append((row, kept[prompt[:known]].pop(), known))
         if not found:
@@ -419,7 +424,7 @@ class Engine:
         self.live = len(stay)
         if not self.keeps:
             self._clear_slots(self.live)
-        self.longest = int(self.position[: self.live].max()) if self.live else 0
+        self.longest = int(self.position.max())
         self._share()
 
 
