@@ -415,10 +415,9 @@ class Engine:
         self.finished[row] = done >= 2
         holes = [slot for slot in range(len(stay)) if gone[slot]]
         if holes:
-            source, target = stay[-len(holes) :], holes
-            if self.keeps:
-                source, target = source + target, target + source
-            source, target = send(torch.tensor([source, target]), self.device)
+            moved = stay[-len(holes) :]
+            pairs = [moved + holes, holes + moved] if self.keeps else [moved, holes]
+            source, target = send(torch.tensor(pairs), self.device)
             self.cache.move(source, target, self.longest)
             self.state[:, target] = self.state[:, source]
         self.live = len(stay)
