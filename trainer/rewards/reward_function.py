@@ -358,7 +358,6 @@ def columns_of(kind: str, request: Request) -> dict[str, Any]:
         "trainer_state": request.run_values.get("trainer_state"),
         "log_metric": log_metric,
         "log_extra": log_extra,
-        **{name: x for name, x in request.turn_columns.items() if name == "environments"},
     }
 
 
@@ -376,12 +375,13 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, Any]:
     given = {name: x for name, x in columns_of(signature.kind, request).items() if signature.takes(name)}
     if signature.kind == "verl":  # it asks for no other names
         return given
-    of_turns = request.turn_columns
-    given |= {name: x for name, x in of_turns.items() if name in given or name in signature.names}
-    known = request.run_values | of_turns
+    wanted = {*given, *signature.names}
+    if signature.kind == "TRL" and signature.takes_all:
+        wanted.add("environments")
+    given |= {name: column for name, column in request.turn_columns.items() if name in wanted}
     for name, needed in signature.names.items():
         if name in request.run_values and name not in given:
-            given[name] = known[name]
+            given[name] = request.run_values[name]
         elif needed and name not in given:
             given[name] = [None] * len(request.prompts)  # no record of the batch has this field
     return given
